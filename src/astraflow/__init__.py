@@ -1,0 +1,3 @@
+"""AstraFlow: dataflow-oriented reinforcement learning for language-model agents."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,159 @@
+"""Calls between the trainer's sender agent and receivers, and the notice that makes a RaaS pull.
+
+Weights are named by (version, digest). Timelines are Dataflow's: the sender does not know them.
+Stream (one TCP connection per part): the receiver connects to `stream_port` and sends a 4-byte little-endian length and an
+encoded `StreamHello`; the sender answers with exactly `length` raw bytes from `offset` of the transfer, or closes.
+Chunk i of a transfer covers bytes [i·chunk_bytes, (i+1)·chunk_bytes) and has its own xxh3-64 in the ticket.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from astraflow.protocol.message import Message
+from astraflow.protocol.rollout import Serving
+
+TransferMode = Literal["full", "delta"]
+
+
+class TensorMeta(msgspec.Struct, kw_only=True, frozen=True):
+    """One published tensor; its bytes follow the previous one's, aligned to 64 bytes."""
+
+    name: str
+    """HF parameter name."""
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors dtype: BF16, F32 or F16."""
+    offset: int
+    """Bytes from the start of the half."""
+    size_bytes: int
+
+
+class BufferInfo(Message, kw_only=True):
+    """Layout of the published weights and the newest version."""
+
+    model_id: str
+    version: int
+    """Newest published version; −1 before the first publish."""
+    digest: str
+    layout_hash: str
+    """xxh3-128 over names, shapes, dtypes and offsets."""
+    size_bytes: int
+    """Bytes of one half, padding included."""
+    tensors: list[TensorMeta]
+    tied: dict[str, str] = {}
+    """Tied name → the tensor that holds its bytes (tied weights travel once)."""
+    stream_port: int
+    available: list[int] = []
+    """Versions that can be pulled in full now (both halves)."""
+    deltas: list[tuple[int, int]] = []
+    """(base version, version) pairs with a ready delta."""
+
+
+class Capabilities(Message, kw_only=True):
+    modes: list[TransferMode]
+    codecs: list[str]
+    """Delta codecs that the sender can produce."""
+    max_streams: int
+
+
+class SenderVersion(Message, kw_only=True):
+    model_id: str
+    version: int
+    digest: str
+
+
+class RegisterReceiver(Message, kw_only=True):
+    """A receiver introduces itself (its first call to this sender)."""
+
+    instance_id: str
+    layout_hash: str = ""
+    """Empty the first time; otherwise the layout that the receiver staged: a different one is refused."""
+
+
+class RegisterReceiverReply(Message, kw_only=True):
+    layout_hash: str
+    stream_port: int
+    max_streams: int
+
+
+class TransferRequest(Message, kw_only=True):
+    """Ask for one exact version."""
+
+    instance_id: str
+    version: int
+    digest: str = ""
+    """Expected digest (from the notice); the sender refuses when it published another one under this version."""
+    mode: TransferMode = "full"
+    base_version: int = -1
+    """What the receiver holds; used for mode `delta`."""
+    base_digest: str = ""
+    codecs: list[str] = []
+    """Delta codecs that the receiver can apply, best first."""
+
+
+class TransferTicket(Message, kw_only=True):
+    """What to fetch. It holds the half (or delta) alive until `/transfer_done` or its deadline."""
+
+    transfer_id: str
+    mode: TransferMode
+    """`full` also when a delta was asked for but is not to be had (`fallback` says why)."""
+    fallback: str = ""
+    version: int
+    digest: str
+    base_version: int = -1
+    base_digest: str = ""
+    codec: str = ""
+    size_bytes: int
+    """Bytes of the whole transfer."""
+    chunk_bytes: int
+    chunk_hashes: list[int]
+    """xxh3-64 of every chunk."""
+    stream_port: int
+    deadline_s: float
+    """The sender cancels the transfer after this time without progress."""
+    changed_elements: int = -1
+    """For a delta: words that differ; −1 for a full sync."""
+
+
+class TransferDone(Message, kw_only=True):
+    """The receiver's verdict; releases the half. `ok` only after bytes were staged and the digest verified."""
+
+    instance_id: str
+    transfer_id: str
+    ok: bool
+    error: str = ""
+
+
+class StreamHello(msgspec.Struct, kw_only=True):
+    """First bytes on a weight stream."""
+
+    protocol_version: int
+    token: str
+    """Cluster token; compared in constant time."""
+    transfer_id: str
+    offset: int
+    length: int
+
+
+class NotifyRaaS(Message, kw_only=True):
+    """Dataflow → RaaS: these weights exist; pull and load them."""
+
+    model_id: str
+    timeline: int
+    """A new timeline means rollback: pull full, drop what the dead timeline produced."""
+    version: int
+    digest: str
+    sender_endpoint: str
+    """http address of the sender agent."""
+    wait_s: float = 0.0
+    """How long to wait for the load before replying."""
+
+
+class NotifyRaaSReply(Message, kw_only=True):
+    state: Literal["current", "loaded", "loading", "failed"]
+    """`current` = already served; `loading` = wait_s passed first."""
+    message: str = ""
+    serving: dict[str, Serving]
