@@ -17,7 +17,9 @@ class BatchRequest(Message, kw_only=True):
     """GET /batch. The same name returns the same bytes, however often."""
 
     model_id: str
+    """The policy."""
     timeline: int
+    """Of the caller; a dead one is answered with `stale_timeline`."""
     version: int
     """The trainer's version now; the batch moves it to version + 1."""
     wait_s: float = 20.0
@@ -28,8 +30,11 @@ class Batch(msgspec.Struct, kw_only=True):
     """Whole groups as ragged columns. A row is one segment of one trajectory; R rows, N tokens in all."""
 
     model_id: str
+    """The policy."""
     timeline: int
+    """Life of the policy's history (contracts: Words)."""
     version: int
+    """Publishes after the first; the first is version 0."""
     offsets: Column
     """int64 [R+1]; tokens of row r are [offsets[r], offsets[r+1])."""
     tokens: dict[str, Column]
@@ -60,6 +65,7 @@ class WaitEdge(msgspec.Struct, kw_only=True):
     waits_for: str
     """e.g. `groups` or `trainer:verifier`."""
     why: str
+    """What exactly is missing."""
     since_s: float
     """Age of the wait."""
     deadline_s: float | None = None
@@ -73,8 +79,11 @@ class BatchReply(Message, kw_only=True):
     """`wait` = ask again; `end_of_data` = every task was used and nothing is in flight; `starved` = too many groups in a row
     were rejected (counts in `counts`); `stale_timeline` = the caller belongs to a dead timeline and must /ready again."""
     batch: Batch | None = None
+    """Set when kind is `batch`."""
     reason: str = ""
+    """One line for people."""
     waits: list[WaitEdge] = []
+    """Who waits for whom."""
     counts: dict[str, int] = {}
     """Groups seen and dropped by reason since the last batch of this model."""
     metrics: dict[str, float] = {}

@@ -20,8 +20,11 @@ class Availability(Message, kw_only=True):
     """Slots in trajectories."""
 
     total_slots: int
+    """Trajectories that run at once."""
     free_slots: int
+    """Trajectories that can still be taken."""
     in_flight: int
+    """Trajectories that run now."""
     outbox: int
     """Groups that wait to be pulled."""
 
@@ -30,31 +33,44 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     kind: str
     """Registered engine name."""
     state: Literal["starting", "ready", "loading", "restarting", "error"]
+    """Where it is in its life."""
     message: str = ""
+    """One line for people."""
     restarts: int = 0
+    """How often its process was started again."""
     running: int = 0
     """Requests that the engine decodes now."""
     queued: int = 0
+    """Requests that wait for a slot."""
     pid: int = 0
+    """Process id of the engine child; 0 = none."""
 
 
 class RaaSStatus(Message, kw_only=True):
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     state: State
+    """Where it is in its life."""
     message: str = ""
+    """One line for people."""
     availability: Availability
+    """Slots."""
     models: list[str]
     """Policies that this instance can serve."""
     serving: dict[str, Serving]
+    """Receipts per model."""
     engines: dict[str, EngineStatus]
+    """Per model."""
     workflows: list[str]
     """Registered workflow ids."""
     tokenizer_hash: dict[str, str] = {}
     """Per model."""
     template_hash: dict[str, str] = {}
+    """Hash of the chat template; compared at start."""
     lanes: list[str] = []
     """Open evaluation lanes."""
     metrics: dict[str, float] = {}
+    """Numbers by name."""
 
 
 # --- Dataflow: pool -----------------------------------------------------------------------------------------------------
@@ -64,22 +80,31 @@ class RegisterRaaS(Message, kw_only=True):
     """RaaS → Dataflow. The same instance_id from a new incarnation replaces the old process."""
 
     instance_id: str
+    """The same id from a new incarnation replaces the old process."""
     url: str
+    """Where it listens."""
     models: list[str]
+    """Policies that it can serve."""
     total_slots: int
+    """Trajectories that run at once."""
     weight: float = 1.0
     """Routing weight: expected speed relative to the others."""
     tokenizer_hash: dict[str, str] = {}
+    """Hash of the tokenizer; compared at start."""
     template_hash: dict[str, str] = {}
+    """Hash of the chat template; compared at start."""
 
 
 class RegisterRaaSReply(Message, kw_only=True):
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     pool_size: int
+    """Instances that are not gone."""
 
 
 class DeregisterRaaS(Message, kw_only=True):
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     drain: bool = True
     """Finish what runs, then leave; otherwise its leases are issued again at once."""
     shutdown: bool = False
@@ -88,11 +113,17 @@ class DeregisterRaaS(Message, kw_only=True):
 
 class InstanceInfo(msgspec.Struct, kw_only=True):
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     url: str
+    """Where it listens."""
     incarnation: str
+    """Of its process."""
     state: Literal["catching_up", "live", "suspect", "draining", "gone"]
+    """Where it is in its life."""
     total_slots: int
+    """Trajectories that run at once."""
     free_slots: int
+    """Trajectories that can still be taken."""
     in_flight: int
     """Trajectories leased to it."""
     failures: int
@@ -100,12 +131,16 @@ class InstanceInfo(msgspec.Struct, kw_only=True):
     last_seen_s: float
     """Seconds since its last good answer."""
     models: list[str]
+    """Policies that it can serve."""
     serving: dict[str, Serving]
+    """Receipts per model."""
     reason: str = ""
+    """One line for people."""
 
 
 class RaaSPool(Message, kw_only=True):
     instances: list[InstanceInfo]
+    """Every known instance."""
 
 
 # --- Dataflow: trainers -------------------------------------------------------------------------------------------------
@@ -115,6 +150,7 @@ class Ready(Message, kw_only=True):
     """Trainer → Dataflow, after it published its first weights."""
 
     model_id: str
+    """The policy."""
     train_batch_size: int
     """Trajectories per batch."""
     sender_endpoint: str
@@ -128,7 +164,9 @@ class Ready(Message, kw_only=True):
     checkpoint_version: int = -1
     """Newest durable checkpoint; −1 = none."""
     tokenizer_hash: str = ""
+    """Hash of the tokenizer; compared at start."""
     template_hash: str = ""
+    """Hash of the chat template; compared at start."""
 
 
 class ReadyReply(Message, kw_only=True):
@@ -144,11 +182,17 @@ class NotifyVersion(Message, kw_only=True):
     """Trainer → Dataflow: `version` is published. Commits the batch named version − 1. Returns at once."""
 
     model_id: str
+    """The policy."""
     timeline: int
+    """Life of the policy's history (contracts: Words)."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str = ""
+    """Hash over the published bytes; empty = unverified."""
     checkpoint_version: int = -1
+    """Newest durable checkpoint; −1 = none."""
     run_eval: bool = False
+    """Evaluate this version."""
     sender_endpoint: str = ""
     """Given again when the sender came back at another address; empty = unchanged."""
     metrics: dict[str, float] = {}
@@ -161,21 +205,27 @@ class NotifyVersionReply(Message, kw_only=True):
     trained: int
     """Rows (trajectory, policy) that this notice made `trained`; 0 for a duplicate."""
     eval_id: str = ""
+    """Names one evaluation; empty = none."""
 
 
 class EvalResultsRequest(Message, kw_only=True):
     since: int = 0
     """Index of the first result wanted."""
     wait_s: float = 0.0
+    """How long to wait before answering without the thing waited for."""
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
     """One data set, one set of versions."""
 
     eval_id: str
+    """Names one evaluation; empty = none."""
     dataset: str
+    """Name of the validation set."""
     versions: dict[str, Serving]
+    """What was evaluated."""
     n_tasks: int
+    """Tasks of the set."""
     n_samples: int
     """Configured samples per task."""
     missing: int
@@ -183,10 +233,12 @@ class EvalResult(msgspec.Struct, kw_only=True):
     metrics: dict[str, float | None]
     """`avg@n`, `pass@k` (null if n < k), `reward/mean`."""
     duration_s: float
+    """From the first lease to the last result."""
 
 
 class EvalResults(Message, kw_only=True):
     results: list[EvalResult]
+    """Finished since the index asked for."""
     next: int
     """`since` of the next request."""
     running: list[str]
@@ -195,20 +247,32 @@ class EvalResults(Message, kw_only=True):
 
 class TrainerInfo(msgspec.Struct, kw_only=True):
     model_id: str
+    """The policy."""
     timeline: int
+    """Life of the policy's history (contracts: Words)."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str
+    """Hash over the published bytes; empty = unverified."""
     checkpoint_version: int
+    """Newest durable checkpoint; −1 = none."""
     state: Literal["expected", "live", "late", "dead", "done"]
+    """Where it is in its life."""
     last_seen_s: float
+    """Seconds since its last call."""
     sender_endpoint: str = ""
+    """http address of the sender agent."""
     tokenizer_hash: str = ""
+    """Hash of the tokenizer; compared at start."""
 
 
 class QueueInfo(msgspec.Struct, kw_only=True):
     fresh_groups: int
+    """Complete groups that wait to be served."""
     fresh_trajectories: int
+    """Their trajectories."""
     replay_groups: int
+    """Groups kept for replay."""
     held_groups: int
     """Groups that wait for the receipt of their version."""
     served: int
@@ -219,8 +283,11 @@ class LedgerCounts(msgspec.Struct, kw_only=True):
     """Rows (trajectory, policy). made = trained + dropped + in flight, always."""
 
     made: int
+    """Rows ever leased."""
     trained: int
+    """Rows in committed batches."""
     dropped: dict[str, int]
+    """By reason."""
     in_flight: dict[str, int]
     """leased, rolled, buffered, served."""
     replayed: int = 0
@@ -229,21 +296,33 @@ class LedgerCounts(msgspec.Struct, kw_only=True):
 
 class DataflowStatus(Message, kw_only=True):
     state: State
+    """Of the service itself."""
     message: str = ""
+    """One line for people."""
     uptime_s: float
+    """Since this process started."""
     service_version: int
+    """Minimum over live registered models."""
     started: bool
     """Acquisition is running (at least one RaaS and every expected trainer are ready)."""
     trainers: list[TrainerInfo]
+    """Every expected trainer."""
     instances: list[InstanceInfo]
+    """The pool."""
     queues: dict[str, QueueInfo]
+    """Per model."""
     ledger: LedgerCounts
+    """Where every row is."""
     waits: list[WaitEdge]
+    """Who waits for whom."""
     rates: dict[str, float] = {}
     """`trajectories_per_s`, `tokens_per_s`, means of the last minute."""
     metrics: dict[str, float] = {}
+    """Numbers by name."""
     tasks_drawn: int = 0
+    """Tasks drawn from the training set, all epochs."""
     epoch: int = 0
+    """Passes over the training set that were begun, from 0."""
     staleness: dict[str, dict[int, int]] = {}
     """Per model: gap → trained trajectories."""
     steps: dict[str, dict[str, float]] = {}
@@ -265,11 +344,15 @@ class SaveBuffer(Message, kw_only=True):
 
 class SaveBufferReply(Message, kw_only=True):
     path: str
+    """Where it was written."""
 
 
 class Shutdown(Message, kw_only=True):
     """To Dataflow: one trainer is done (model_id set) or the whole run ends (empty). To RaaS and sender: end gracefully."""
 
     model_id: str = ""
+    """The trainer that is done; empty = everything ends."""
     reason: str = ""
+    """One line for people."""
     deadline_s: float = 10.0
+    """Longest time that the end may take."""

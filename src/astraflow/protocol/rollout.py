@@ -83,9 +83,11 @@ class Group(msgspec.Struct, kw_only=True):
     """The n trajectories of one lease, returned as one result."""
 
     lease_id: str
+    """The lease it belongs to."""
     attempt: int
     """Attempt of the lease that produced it."""
     task_id: str
+    """Data set + content hash."""
     versions: dict[str, VersionSpan]
     """Per policy that sampled at least one token."""
     trajectories: list[Trajectory]
@@ -136,7 +138,9 @@ class Serving(msgspec.Struct, kw_only=True):
     """Receipt: the weights that an instance really serves for one model."""
 
     timeline: int
+    """Life of the policy's history (contracts: Words)."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str
     """Digest of the loaded bytes, empty for a foreign peer without digests (shown as unverified)."""
 
@@ -145,25 +149,32 @@ class RegisterWorkflow(Message, kw_only=True):
     """Dataflow → RaaS."""
 
     workflow_id: str
+    """Hash of the spec."""
     spec: WorkflowSpec
+    """Registry names and options."""
 
 
 class RegisterWorkflowReply(Message, kw_only=True):
     workflow_id: str
+    """Hash of the spec."""
     total_workflows: int
+    """How many are registered now."""
 
 
 class Submit(Message, kw_only=True):
     """Dataflow → RaaS: leases to run. The same lease (id and attempt) twice runs once."""
 
     leases: list[Lease]
+    """Whole groups."""
     lane: str = ""
     """Evaluation lane; empty = training."""
 
 
 class LeaseVerdict(msgspec.Struct, kw_only=True):
     lease_id: str
+    """The lease it belongs to."""
     verdict: Literal["accepted", "duplicate", "over_capacity", "refused"]
+    """What became of it."""
     reason: str = ""
     """Why it was refused (unknown workflow, not serving, draining)."""
 
@@ -174,6 +185,7 @@ class SubmitReply(Message, kw_only=True):
     free_slots: int
     """Trajectories that the instance can still take."""
     serving: dict[str, Serving]
+    """Receipts per model."""
 
 
 class Pull(Message, kw_only=True):
@@ -182,54 +194,69 @@ class Pull(Message, kw_only=True):
     ack: list[str] = []
     """Deliveries that are durable at Dataflow; only now the RaaS may forget them."""
     max_items: int = 64
+    """Most deliveries in one reply."""
     wait_s: float = 0.0
     """How long to wait for the first result, at most 30."""
     lane: str = ""
+    """Evaluation lane; empty = training."""
 
 
 class Delivery(msgspec.Struct, kw_only=True):
     """A result in the outbox; delivered again under the same id until acknowledged."""
 
     delivery_id: str
+    """Stable until acknowledged."""
     lease_id: str
+    """The lease it belongs to."""
     attempt: int
+    """Attempt of that lease."""
     group: msgspec.Raw
     """An encoded `Group`; Dataflow stores these bytes as they are."""
 
 
 class PullReply(Message, kw_only=True):
     deliveries: list[Delivery]
+    """Unacknowledged results, oldest first."""
     free_slots: int
+    """Trajectories that can still be taken."""
     in_flight: int
     """Trajectories that are running."""
     waiting: int
     """Further deliveries in the outbox."""
     serving: dict[str, Serving]
+    """Receipts per model."""
 
 
 class HeldLease(msgspec.Struct, kw_only=True):
     lease_id: str
+    """The lease it belongs to."""
     attempt: int
+    """Attempt of that lease."""
     state: Literal["running", "done"]
+    """`done` = its result waits in the outbox."""
     lane: str = ""
+    """Evaluation lane; empty = training."""
 
 
 class Leases(Message, kw_only=True):
     """What an instance holds, for reconciliation after a Dataflow restart."""
 
     held: list[HeldLease]
+    """Running and finished, not yet acknowledged."""
 
 
 class CancelLeases(Message, kw_only=True):
     """Dataflow → RaaS: stop these leases and forget their results (superseded attempts, drains)."""
 
     lease_ids: list[str]
+    """Leases to stop."""
 
 
 class ResetEngine(Message, kw_only=True):
     """Cancel training rollouts before a synchronous evaluation."""
 
     deadline_s: float = 5.0
+    """Longest time that the end may take."""
 
 
 class ResetEngineReply(Message, kw_only=True):
@@ -241,6 +268,7 @@ class EvalStart(Message, kw_only=True):
     """Open an evaluation lane pinned to one set of versions: loads of newer weights wait until it ends."""
 
     lane: str
+    """Its name, chosen by Dataflow."""
     versions: dict[str, Serving]
     """What must be served for the lane to open; refused (Conflict) otherwise."""
     deadline_s: float = 300.0
@@ -249,3 +277,4 @@ class EvalStart(Message, kw_only=True):
 
 class EvalEnd(Message, kw_only=True):
     lane: str
+    """The lane to close."""

@@ -22,11 +22,15 @@ class Route(Generic[Q, P]):
     """
 
     method: Literal["GET", "POST"]
+    """HTTP method."""
     path: str
     """`{ref}` is the only path parameter."""
     request: type[Q]
+    """Type of the request."""
     reply: type[P]
+    """Type of the reply."""
     doc: str
+    """One line for the reference page."""
     raw_reply: bool = False
     """The reply body is raw bytes instead of a message (media, records)."""
 

@@ -24,28 +24,34 @@ class TensorMeta(msgspec.Struct, kw_only=True, frozen=True):
     name: str
     """HF parameter name."""
     shape: tuple[int, ...]
+    """Row-major."""
     dtype: str
     """safetensors dtype: BF16, F32 or F16."""
     offset: int
     """Bytes from the start of the half."""
     size_bytes: int
+    """Without padding."""
 
 
 class BufferInfo(Message, kw_only=True):
     """Layout of the published weights and the newest version."""
 
     model_id: str
+    """The policy."""
     version: int
     """Newest published version; −1 before the first publish."""
     digest: str
+    """Hash over the published bytes; empty = unverified."""
     layout_hash: str
     """xxh3-128 over names, shapes, dtypes and offsets."""
     size_bytes: int
     """Bytes of one half, padding included."""
     tensors: list[TensorMeta]
+    """In layout order."""
     tied: dict[str, str] = {}
     """Tied name → the tensor that holds its bytes (tied weights travel once)."""
     stream_port: int
+    """TCP port of the weight streams, on the sender's host."""
     available: list[int] = []
     """Versions that can be pulled in full now (both halves)."""
     deltas: list[tuple[int, int]] = []
@@ -54,42 +60,55 @@ class BufferInfo(Message, kw_only=True):
 
 class Capabilities(Message, kw_only=True):
     modes: list[TransferMode]
+    """Kinds of transfer that it offers."""
     codecs: list[str]
     """Delta codecs that the sender can produce."""
     max_streams: int
+    """Most parallel connections of one transfer."""
 
 
 class SenderVersion(Message, kw_only=True):
     model_id: str
+    """The policy."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str
+    """Hash over the published bytes; empty = unverified."""
 
 
 class RegisterReceiver(Message, kw_only=True):
     """A receiver introduces itself (its first call to this sender)."""
 
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     layout_hash: str = ""
     """Empty the first time; otherwise the layout that the receiver staged: a different one is refused."""
 
 
 class RegisterReceiverReply(Message, kw_only=True):
     layout_hash: str
+    """Hash of the agreed layout."""
     stream_port: int
+    """TCP port of the weight streams, on the sender's host."""
     max_streams: int
+    """Most parallel connections of one transfer."""
 
 
 class TransferRequest(Message, kw_only=True):
     """Ask for one exact version."""
 
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     version: int
+    """The exact version wanted."""
     digest: str = ""
     """Expected digest (from the notice); the sender refuses when it published another one under this version."""
     mode: TransferMode = "full"
+    """What the receiver would like."""
     base_version: int = -1
     """What the receiver holds; used for mode `delta`."""
     base_digest: str = ""
+    """Digest that the delta starts from."""
     codecs: list[str] = []
     """Delta codecs that the receiver can apply, best first."""
 
@@ -98,20 +117,29 @@ class TransferTicket(Message, kw_only=True):
     """What to fetch. It holds the half (or delta) alive until `/transfer_done` or its deadline."""
 
     transfer_id: str
+    """Names one transfer."""
     mode: TransferMode
     """`full` also when a delta was asked for but is not to be had (`fallback` says why)."""
     fallback: str = ""
+    """Why a delta that was asked for is not sent."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str
+    """Hash over the published bytes; empty = unverified."""
     base_version: int = -1
+    """Version that the delta starts from."""
     base_digest: str = ""
+    """Digest that the delta starts from."""
     codec: str = ""
+    """Delta codec; empty for a full sync."""
     size_bytes: int
     """Bytes of the whole transfer."""
     chunk_bytes: int
+    """Size of every chunk but the last."""
     chunk_hashes: list[int]
     """xxh3-64 of every chunk."""
     stream_port: int
+    """TCP port of the weight streams, on the sender's host."""
     deadline_s: float
     """The sender cancels the transfer after this time without progress."""
     changed_elements: int = -1
@@ -122,30 +150,41 @@ class TransferDone(Message, kw_only=True):
     """The receiver's verdict; releases the half. `ok` only after bytes were staged and the digest verified."""
 
     instance_id: str
+    """Name of the rollout service, stable across its restarts."""
     transfer_id: str
+    """Names one transfer."""
     ok: bool
+    """Staged and verified."""
     error: str = ""
+    """One line for people; empty when ok."""
 
 
 class StreamHello(msgspec.Struct, kw_only=True):
     """First bytes on a weight stream."""
 
     protocol_version: int
+    """As in the envelope."""
     token: str
     """Cluster token; compared in constant time."""
     transfer_id: str
+    """Names one transfer."""
     offset: int
+    """First byte wanted, from the start of the transfer."""
     length: int
+    """Bytes wanted."""
 
 
 class NotifyRaaS(Message, kw_only=True):
     """Dataflow → RaaS: these weights exist; pull and load them."""
 
     model_id: str
+    """The policy."""
     timeline: int
     """A new timeline means rollback: pull full, drop what the dead timeline produced."""
     version: int
+    """Publishes after the first; the first is version 0."""
     digest: str
+    """Hash over the published bytes; empty = unverified."""
     sender_endpoint: str
     """http address of the sender agent."""
     wait_s: float = 0.0
@@ -156,4 +195,6 @@ class NotifyRaaSReply(Message, kw_only=True):
     state: Literal["current", "loaded", "loading", "failed"]
     """`current` = already served; `loading` = wait_s passed first."""
     message: str = ""
+    """One line for people."""
     serving: dict[str, Serving]
+    """Receipts per model."""
