@@ -39,7 +39,7 @@ def column(values: npt.ArrayLike, dtype: str) -> Column:
     if dtype not in DTYPES:
         raise BadMessage(f"column dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     source = np.asarray(values)
-    target = np.ascontiguousarray(source, dtype=np.dtype(dtype).newbyteorder("<"))
+    target = np.asarray(source, dtype=np.dtype(dtype).newbyteorder("<"), order="C")
     if target.dtype.kind in "iu" and source.size and not np.array_equal(target, source):
         raise BadMessage(f"values do not fit into {dtype}")
     return Column(dtype, tuple(source.shape), target.tobytes())

@@ -19,7 +19,8 @@ TransferMode = Literal["full", "delta"]
 
 
 class TensorMeta(msgspec.Struct, kw_only=True, frozen=True):
-    """One published tensor; its bytes follow the previous one's, aligned to 64 bytes."""
+    """One published tensor. Its bytes follow the previous one's without a hole (safetensors allows none), so that a half is the data
+    part of a safetensors file; tensors of a multiple of 64 bytes come first and are therefore aligned to 64 bytes."""
 
     name: str
     """HF parameter name."""
@@ -45,7 +46,7 @@ class BufferInfo(Message, kw_only=True):
     layout_hash: str
     """xxh3-128 over names, shapes, dtypes and offsets."""
     size_bytes: int
-    """Bytes of one half, padding included."""
+    """Bytes of one half: the sum of all tensors."""
     tensors: list[TensorMeta]
     """In layout order."""
     tied: dict[str, str] = {}

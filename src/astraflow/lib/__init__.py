@@ -1,0 +1,1 @@
+"""Plumbing without domain words: wire, processes, metrics, registry, tokenizer. Never imports torch."""

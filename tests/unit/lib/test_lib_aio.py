@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from astraflow.lib.aio import Backoff, Tasks, Waits, deadline, one_line, poll_until, retrying
+from astraflow.protocol.errors import BadMessage, DeadlinePassed, Unavailable
+
+
+def test_a_task_that_raises_is_reported_once_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[tuple[str, BaseException]] = []
+
+    async def breaks() -> None:
+        raise RuntimeError("broken pipe")
+
+    async def scenario() -> None:
+        tasks = Tasks(lambda name, error: failures.append((name, error)))
+        task = tasks.spawn("collect", breaks())
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert tasks.names == []
+        await tasks.stop()
+
+    asyncio.run(scenario())
+    assert [(name, str(error)) for name, error in failures] == [("collect", "broken pipe")]
+    assert "collect" in caplog.text
+
+
+def test_cancellation_is_silent_and_stop_waits_for_the_cleanup() -> None:
+    failures: list[str] = []
+    cleaned: list[str] = []
+
+    async def runs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("yes")
+
+    async def scenario() -> None:
+        tasks = Tasks(lambda name, _: failures.append(name))
+        tasks.spawn("a", runs())
+        tasks.spawn("b", runs())
+        await asyncio.sleep(0)
+        assert tasks.names == ["a", "b"]
+        await tasks.stop()
+        late = tasks.spawn("late", runs())
+        await asyncio.wait([late])
+        assert late.cancelled()
+
+    asyncio.run(scenario())
+    assert cleaned == ["yes", "yes"]
+    assert failures == []
+
+
+def test_stop_names_a_task_that_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def stubborn() -> None:
+            while not release.is_set():
+                try:
+                    await release.wait()
+                except asyncio.CancelledError:
+                    continue
+
+        tasks = Tasks(lambda *_: None)
+        task = tasks.spawn("stubborn", stubborn())
+        await asyncio.sleep(0)
+        await tasks.stop(deadline_s=0.01)
+        release.set()
+        await asyncio.wait([task])
+
+    asyncio.run(scenario())
+    assert "stubborn did not end" in caplog.text
+
+
+def test_a_task_may_stop_the_others() -> None:
+    async def scenario() -> None:
+        tasks = Tasks(lambda *_: None)
+        other = tasks.spawn("other", asyncio.Event().wait())
+        await tasks.spawn("leader", tasks.stop())
+        assert other.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_names_its_wait_and_leaves_other_timeouts_alone() -> None:
+    async def inner_timeout() -> None:
+        raise TimeoutError("mine")
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlinePassed, match=r"batch of default: not done within 0\.01 s"):
+            await deadline(asyncio.Event().wait(), 0.01, "batch of default")
+        with pytest.raises(TimeoutError, match="mine"):
+            await deadline(inner_timeout(), 5, "x")
+        assert await deadline(asyncio.sleep(0, "value"), 5, "x") == "value"
+
+    asyncio.run(scenario())
+
+
+def test_polling_returns_the_value_or_names_what_never_came() -> None:
+    async def scenario() -> None:
+        values = iter([0, None, "", "ready"])
+        assert await poll_until(lambda: next(values), 5, "ready", 0.001) == "ready"
+
+        async def never() -> bool:
+            return False
+
+        with pytest.raises(DeadlinePassed, match="an instance"):
+            await poll_until(never, 0.01, "an instance", 0.001)
+        with pytest.raises(DeadlinePassed, match="a stuck check"):
+            await poll_until(lambda: asyncio.Event().wait(), 0.01, "a stuck check", 0.001)
+
+    asyncio.run(scenario())
+
+
+def test_backoff_grows_to_its_maximum_and_starts_again_after_a_success() -> None:
+    plain = Backoff(0.1, 2.0, 0.5, jitter=0.0)
+    assert [plain.next() for _ in range(5)] == pytest.approx([0.1, 0.2, 0.4, 0.5, 0.5])
+    plain.reset()
+    assert plain.next() == pytest.approx(0.1)
+    shaken = [Backoff(1.0, jitter=0.5, seed=seed).next() for seed in range(50)]
+    assert min(shaken) >= 0.5
+    assert max(shaken) <= 1.0
+    assert len(set(shaken)) > 40
+
+
+def test_only_retryable_errors_are_tried_again() -> None:
+    async def scenario() -> None:
+        tries: list[int] = []
+
+        async def third_time_works() -> str:
+            tries.append(1)
+            if len(tries) < 3:
+                raise Unavailable("starting")
+            return "ok"
+
+        async def contract_broken() -> None:
+            tries.append(1)
+            raise BadMessage("field")
+
+        async def never() -> None:
+            raise Unavailable("nobody")
+
+        fast = Backoff(0.001, max_s=0.002)
+        assert await retrying(third_time_works, 5, "register", fast) == "ok"
+        assert len(tries) == 3
+        with pytest.raises(BadMessage):
+            await retrying(contract_broken, 5, "register", fast)
+        assert len(tries) == 4
+        with pytest.raises(Unavailable, match=r"register: gave up after 0\.01 s: nobody"):
+            await retrying(never, 0.01, "register", fast)
+
+    asyncio.run(scenario())
+
+
+def test_open_waits_are_listed_with_their_age_and_removed_when_they_end() -> None:
+    now = [10.0]
+    waits = Waits(clock=lambda: now[0])
+    with waits.waiting("trainer:a", "groups", "3 of 8", deadline_s=20):
+        now[0] = 12.0
+        with contextlib.suppress(KeyError), waits.waiting("trainer:b", "trainer:a", "barrier"):
+            first, second = waits.edges()
+            assert (first.who, first.since_s, first.deadline_s) == ("trainer:a", 2.0, 18.0)
+            assert (second.waits_for, second.since_s, second.deadline_s) == ("trainer:a", 0.0, None)
+            raise KeyError
+        assert [edge.who for edge in waits.edges()] == ["trainer:a"]
+    assert waits.edges() == []
+
+
+def test_an_error_fits_on_one_line() -> None:
+    assert one_line(Unavailable("a\n b")) == "a b"
+    assert one_line(ValueError("x")) == "ValueError: x"
+    assert one_line(TimeoutError()) == "TimeoutError"

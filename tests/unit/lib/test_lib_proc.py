@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow.lib.proc import Child, RestartBook, RestartPolicy, Supervisor, describe_exit
+from astraflow.protocol.errors import Unavailable
+
+SLEEPS = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; a zombie that nobody reaped counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.kill()
+
+
+def test_a_child_writes_its_log_and_reports_its_exit_code(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "child.log"
+    program = "import os, sys; print(os.environ['WORD'], os.getcwd()); print('to stderr', file=sys.stderr); sys.exit(3)"
+    for _ in range(2):
+        child = Child([sys.executable, "-S", "-c", program], env={"WORD": "hello"}, log_path=log, cwd=tmp_path)
+        assert child.wait(20) == 3
+        assert child.poll() == 3
+        assert child.terminate() == 3
+    lines = log.read_text().splitlines()
+    assert lines.count(f"hello {tmp_path}") == 2
+    assert lines.count("to stderr") == 2
+
+
+def test_a_program_that_does_not_exist_is_named() -> None:
+    with pytest.raises(Unavailable, match=r"engine: cannot start '/no/such/program'"):
+        Child(["/no/such/program"], name="engine")
+
+
+def test_terminate_asks_first_and_kills_at_the_deadline(tmp_path: Path, children: list[Child]) -> None:
+    polite, stubborn = Child(SLEEPS, log_path=tmp_path / "a"), Child(STUBBORN, log_path=tmp_path / "b")
+    children += [polite, stubborn]
+    until(lambda: "up" in (tmp_path / "a").read_text() and "up" in (tmp_path / "b").read_text())
+    assert polite.poll() is None
+    assert polite.terminate(20) == -signal.SIGTERM
+    assert stubborn.terminate(0.05) == -signal.SIGKILL
+    stubborn.signal(signal.SIGTERM)
+
+
+def test_the_group_of_a_dead_child_is_swept(tmp_path: Path, children: list[Child]) -> None:
+    program = f"import os, subprocess; print(subprocess.Popen({SLEEPS!r}, stdout=2).pid, flush=True); os.kill(os.getpid(), 9)"
+    child = Child([sys.executable, "-S", "-c", program], log_path=tmp_path / "log")
+    children.append(child)
+    assert child.wait(20) == -signal.SIGKILL
+    grandchild = int((tmp_path / "log").read_text().split()[0])
+    until(lambda: is_gone(grandchild))
+
+
+def test_children_die_with_their_parent_even_when_a_short_lived_thread_started_them(tmp_path: Path) -> None:
+    program = f"""
+import sys, threading, time
+from astraflow.lib.proc import Child
+started = []
+thread = threading.Thread(target=lambda: started.append(Child({SLEEPS!r}, log_path={str(tmp_path / "threaded")!r})))
+thread.start(); thread.join()
+started.append(Child({SLEEPS!r}, log_path={str(tmp_path / "main")!r}))
+print(*(child.pid for child in started), flush=True)
+sys.stdin.readline()
+print([child.poll() for child in started], flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    until(lambda: all("up" in (tmp_path / name).read_text() for name in ("threaded", "main")))
+    print("go", file=parent.stdin, flush=True)
+    assert parent.stdout.readline().strip() == "[None, None]"
+    parent.kill()
+    parent.communicate()
+    until(lambda: all(map(is_gone, pids)))
+
+
+def test_children_started_from_a_thread_can_be_awaited_there(tmp_path: Path) -> None:
+    codes: list[int | None] = []
+    errors: list[str] = []
+
+    def work() -> None:
+        codes.append(Child([sys.executable, "-S", "-c", "pass"]).wait(20))
+        try:
+            Child(["/no/such/program"])
+        except Unavailable as error:
+            errors.append(str(error))
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(30)
+    assert codes == [0, 0]
+    assert len(errors) == 2
+
+
+def test_pauses_grow_within_the_window_and_the_limit_ends_them() -> None:
+    book = RestartBook(RestartPolicy(limit=3, window_s=100, first_s=1, factor=2, max_s=3))
+    assert [book.died(now) for now in (10.0, 20.0, 30.0)] == [11.0, 22.0, 33.0]
+    assert book.died(40.0) is None
+    assert book.restarts == 3
+
+
+def test_old_deaths_are_forgotten() -> None:
+    book = RestartBook(RestartPolicy(limit=1, window_s=10, first_s=1))
+    assert book.died(0.0) == 1.0
+    assert book.died(100.0) == 101.0
+    assert book.died(105.0) is None
+
+
+class Ward:
+    """A child whose life the test writes."""
+
+    def __init__(self, pid: int):
+        self.pid, self.code = pid, None if pid else 1
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def signal(self, sig: int) -> None:
+        self.signals.append(sig)
+        self.code = -sig
+
+    def terminate(self, deadline_s: float) -> int:
+        self.code = -signal.SIGKILL
+        return self.code
+
+
+def test_a_supervisor_restarts_reports_and_gives_up_without_a_clock_of_its_own() -> None:
+    lives: list[Ward] = []
+
+    def spawn() -> Ward:
+        lives.append(Ward(100 + len(lives)))
+        return lives[-1]
+
+    supervisor = Supervisor(RestartPolicy(limit=1, window_s=100, first_s=2))
+    supervisor.add("raas0", spawn)
+    assert supervisor.poll(0.0) == []
+
+    lives[0].code = -9
+    (died,) = supervisor.poll(1.0)
+    assert (died.kind, died.pid, died.code) == ("exited", 100, -9)
+    assert died.text == "raas0 (pid 100) was killed by SIGKILL"
+    assert supervisor.state("raas0") == "waiting"
+    assert supervisor.running() == ["raas0"]
+    assert supervisor.poll(2.9) == []
+    (back,) = supervisor.poll(3.0)
+    assert (back.kind, back.pid) == ("restarted", 101)
+    assert supervisor.restarts("raas0") == 1
+    assert supervisor.exit_code("raas0") is None
+
+    lives[1].code = 1
+    assert [event.kind for event in supervisor.poll(4.0)] == ["exited", "gave_up"]
+    assert supervisor.state("raas0") == "failed"
+    assert supervisor.running() == []
+    assert supervisor.poll(1000.0) == []
+    assert supervisor.exit_code("raas0") == 1
+
+
+def test_a_child_that_ends_well_is_not_restarted() -> None:
+    ward = Ward(7)
+    supervisor = Supervisor()
+    supervisor.add("trainer", lambda: ward)
+    ward.code = 0
+    assert [event.kind for event in supervisor.poll(0.0)] == ["ended"]
+    assert supervisor.poll(100.0) == []
+    assert supervisor.state("trainer") == "ended"
+
+
+def test_a_restart_that_cannot_start_counts_as_a_death() -> None:
+    ward, tries = Ward(7), [0]
+
+    def spawn() -> Ward:
+        tries[0] += 1
+        if tries[0] == 1:
+            return ward
+        raise Unavailable("no memory")
+
+    supervisor = Supervisor(RestartPolicy(limit=2, first_s=1, window_s=100))
+    supervisor.add("x", spawn)
+    ward.code = 1
+    kinds = [event.kind for now in range(10) for event in supervisor.poll(float(now))]
+    assert kinds == ["exited", "exited", "gave_up"]
+    assert supervisor.state("x") == "failed"
+
+
+def test_stop_ends_everything_and_restarts_nothing(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    polite = supervisor.add("polite", lambda: Child(SLEEPS, log_path=tmp_path / "a"))
+    stubborn = supervisor.add("stubborn", lambda: Child(STUBBORN, log_path=tmp_path / "b"))
+    until(lambda: "up" in (tmp_path / "a").read_text() and "up" in (tmp_path / "b").read_text())
+    codes = supervisor.stop(deadline_s=0.5)
+    assert codes == {"polite": -signal.SIGTERM, "stubborn": -signal.SIGKILL}
+    assert supervisor.poll(1e9) == []
+    assert is_gone(polite.pid)
+    assert is_gone(stubborn.pid)
+
+
+def test_removing_a_child_ends_it_for_good() -> None:
+    ward = Ward(5)
+    supervisor = Supervisor()
+    supervisor.add("x", lambda: ward)
+    assert supervisor.remove("x") == -signal.SIGKILL
+    assert supervisor.names() == []
+
+
+def test_exit_codes_are_described_for_people() -> None:
+    assert describe_exit(2) == "ended with exit code 2"
+    assert describe_exit(-signal.SIGTERM) == "was killed by SIGTERM"
+    assert describe_exit(-99) == "was killed by signal 99"
+
+
+def test_a_socketpair_reaches_the_child() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    program = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.sendall(s.recv(4)[::-1])"
+    with ours, theirs:
+        child = Child([sys.executable, "-S", "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        ours.settimeout(20)
+        ours.sendall(b"ping")
+        assert ours.recv(4) == b"gnip"
+        assert child.wait(20) == 0
+    assert os.getpid() != child.pid
