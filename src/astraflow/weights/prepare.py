@@ -1,0 +1,163 @@
+"""What a sender does for every published version, in threads: digest, chunk checksums, then the delta against the other half.
+
+The digest goes to the trainer as soon as it is known (it belongs into the notice). All three are readers of their halves, so that a
+half is never overwritten under them; the delta gives up when the next offload is in a hurry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from astraflow.lib.aio import Tasks
+from astraflow.weights import delta, layout
+from astraflow.weights.buffer import HalfSwitch
+from astraflow.weights.config import WeightsConfig
+from astraflow.weights.frames import Published
+from astraflow.weights.memory import HalfMemory
+
+T = TypeVar("T")
+
+
+@dataclass
+class Work:
+    """What is prepared for one published version."""
+
+    half: int
+    version: int
+    digest: str = ""
+    chunk_bytes: int = 0
+    chunk_hashes: list[int] = field(default_factory=list)
+    """Checksums of the chunks of the whole half."""
+    hashed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Digest and checksums are there."""
+    delta_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """The delta is on the shelf, or `no_delta` says why not."""
+    no_delta: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when a half that the delta reads is needed."""
+
+    @property
+    def hash_reader(self) -> str:
+        return f"hash of half {self.half}"
+
+    @property
+    def delta_readers(self) -> tuple[str, str]:
+        return f"delta to half {self.half}", f"delta base of half {self.half}"
+
+
+class Preparer:
+    """Used from the sender's event loop. `let_go` is called whenever a half may have become free."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        shape: layout.Layout,
+        memory: HalfMemory,
+        switch: HalfSwitch,
+        tasks: Tasks,
+        tell: Callable[[Published], None],
+        let_go: Callable[[], None],
+    ):
+        self._config, self._layout, self._memory, self._switch = config, shape, memory, switch
+        self._tasks, self._tell, self._let_go = tasks, tell, let_go
+        self.shelf = delta.Shelf(config.kept_deltas, shape.size_bytes)
+        self.work: dict[int, Work] = {}
+        """By half."""
+        self.gauges: dict[str, float] = {}
+
+    def begin(self, half: int, version: int) -> None:
+        """A half was published."""
+        work = self.work[half] = Work(half, version)
+        self._switch.enter(work.hash_reader, half, time.monotonic())
+        self._tasks.spawn(f"prepare {version}", self._prepare(work, self.work.get(1 - half)))
+
+    def hurry(self, overdue: Sequence[str]) -> None:
+        """Some of these readers may be deltas: they give up."""
+        for work in self.work.values():
+            if not set(work.delta_readers).isdisjoint(overdue):
+                work.stop.set()
+
+    def stop(self) -> None:
+        """The process ends."""
+        for work in self.work.values():
+            work.stop.set()
+
+    async def _prepare(self, work: Work, base: Work | None) -> None:
+        view, threads = self._memory.half(work.half), self._config.hash_threads
+        held = self._switch.halves[work.half]
+        assert held is not None, "a half with readers is not claimed before its version is prepared"
+        began = time.monotonic()
+        try:
+            # Known already after a restart of the sender: the manager remembers it.
+            work.digest = held.digest or await self._busy([work.hash_reader], lambda: layout.digest(self._layout, view, threads))
+            if self._switch.halves[work.half] is not None:  # a writer that waits for us has emptied it
+                self._switch.name(work.half, work.digest)
+            self.gauges["digest_s"] = time.monotonic() - began
+            self._tell(Published(work.half, work.version, work.digest, time.monotonic() - began))
+            work.chunk_bytes = layout.chunk_size(len(view), self._config.streams, self._config.chunk_bytes)
+            work.chunk_hashes = await self._busy(
+                [work.hash_reader], lambda: layout.chunk_hashes(view, work.chunk_bytes, threads)
+            )
+            work.hashed.set()
+        finally:
+            self._switch.leave(work.hash_reader)
+            self._let_go()
+        try:
+            work.no_delta = await self._encode(work, base)
+        finally:
+            work.delta_ended.set()
+
+    async def _busy(self, readers: Sequence[str], call: Callable[[], T]) -> T:
+        """A call in a thread, whose readers count as alive all the while."""
+        job = asyncio.ensure_future(asyncio.to_thread(call))
+        while not (await asyncio.wait({job}, timeout=0.5))[0]:
+            for reader in readers:
+                self._switch.progress(reader, time.monotonic())
+        return job.result()
+
+    async def _encode(self, work: Work, base: Work | None) -> str:
+        """Put the delta on the shelf; otherwise the reason why there is none."""
+        if not self._config.delta:
+            return "deltas are switched off"
+        if base is None:
+            return "first version of this sender"
+        if self.periodic(work.version):
+            return "periodic full sync"
+        await base.hashed.wait()
+        now = time.monotonic()
+        for part in (work, base):
+            held = self._switch.halves[part.half]
+            if held is None or self.work[part.half] is not part:
+                return "its base is overwritten already"
+        for reader, part in zip(work.delta_readers, (work, base), strict=True):
+            self._switch.enter(reader, part.half, now)
+        old, new = self._memory.half(base.half), self._memory.half(work.half)
+        try:
+            encoded = await self._busy(
+                work.delta_readers, lambda: delta.encode(self._layout, old, new, self._config.zstd_level, work.stop.is_set)
+            )
+        except delta.Cancelled:
+            return "its encoding was cancelled by the next offload"
+        finally:
+            for reader in work.delta_readers:
+                self._switch.leave(reader)
+            self._let_go()
+        self.gauges["delta_encode_s"] = time.monotonic() - now
+        if encoded is None:
+            return "the delta is no smaller than a full sync"
+        payload, changed = encoded
+        chunk = layout.chunk_size(len(payload), self._config.streams, self._config.chunk_bytes)
+        hashes = await asyncio.to_thread(layout.chunk_hashes, memoryview(payload), chunk, self._config.hash_threads)
+        self.gauges["delta_size_bytes"] = len(payload)
+        self.gauges["changed_fraction"] = changed / max(1, self._layout.words)
+        self.shelf.add(delta.Delta(base.version, base.digest, work.version, work.digest, payload, changed, chunk, tuple(hashes)))
+        return ""
+
+    def periodic(self, version: int) -> bool:
+        """True for versions that travel in full whatever is kept."""
+        return bool(self._config.full_every) and version % self._config.full_every == 0
