@@ -1,0 +1,118 @@
+"""A trainer process: build everything, run the loop, leave in order."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+
+from astraflow.lib.log import setup_logging
+from astraflow.lib.metrics import Metrics
+from astraflow.lib.tokenizer import Tokenizer
+from astraflow.lib.wire import new_identity
+from astraflow.protocol.errors import AstraFlowError, UserError
+from astraflow.trainer.backends import BACKENDS
+from astraflow.trainer.backends.base import Backend
+from astraflow.trainer.checkpoint import Checkpoints
+from astraflow.trainer.config import TrainerProcess
+from astraflow.trainer.link import DataflowLink
+from astraflow.trainer.loop import EXIT_NOTHING, EXIT_USER_ERROR, AstraFlowPPOTrainer
+from astraflow.weights.manager import WeightManager
+
+logger = logging.getLogger(__name__)
+
+
+def run(process: TrainerProcess) -> int:
+    """Run one trainer until it is done. Exit codes: 0 trained or drained, 1 failed or nothing trained, 2 a mistake of the user,
+    3 starved. SIGTERM and SIGINT drain: finish the step, save, notify, leave.
+    """
+    setup_logging(f"trainer:{process.model_id}", level=process.log_level)
+    stop = threading.Event()
+    restore = _drain_on_signals(stop)
+    try:
+        return run_until(process, stop)
+    except UserError as error:
+        logger.error("%s", error)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        logger.error("interrupted before the step was finished")
+        return EXIT_NOTHING
+    except (AstraFlowError, OSError) as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return EXIT_NOTHING
+    finally:
+        restore()
+
+
+def run_until(process: TrainerProcess, stop: threading.Event) -> int:
+    """The same without signals and logging: `stop` drains; errors are raised."""
+    for module in process.plugins:
+        importlib.import_module(module)
+    _seed(process)
+    backend = build_backend(process)
+    hashes = _tokenizer_hashes(process)
+    identity = new_identity(process.run_id, process.token)
+    run_dir = Path(process.run_dir)
+    checkpoints = Checkpoints(run_dir / "checkpoints" / process.model_id, process.trainer.checkpoint, process.run_id)
+    metrics = Metrics(run_dir, f"trainer:{process.model_id}")
+    link = DataflowLink(process.dataflow_url, identity, process.trainer.deadlines, stop.is_set)
+    weights = WeightManager(process.model_id, process.weights, identity, run_dir)
+    try:
+        return AstraFlowPPOTrainer(process, backend, weights, link, checkpoints, metrics, stop, hashes).run()
+    finally:
+        weights.close()
+        link.close()
+        metrics.close()
+
+
+def build_backend(process: TrainerProcess) -> Backend:
+    """The configured backend with the model loaded."""
+    make = BACKENDS.resolve(process.trainer.backend)
+    backend: Backend = make(process.trainer, process.model, process.weights.dtype, process.max_new_tokens)
+    return backend
+
+
+def _seed(process: TrainerProcess) -> None:
+    if process.trainer.threads:
+        torch.set_num_threads(process.trainer.threads)
+    torch.manual_seed(process.seed)
+    random.seed(process.seed)
+    np.random.seed(process.seed)
+
+
+def _tokenizer_hashes(process: TrainerProcess) -> tuple[str, str]:
+    """Hashes of tokenizer and chat template, compared with those of the rollout services; empty without a tokenizer."""
+    directory = Path(process.model.tokenizer_path or process.model.path)
+    if not (directory / "tokenizer.json").is_file():
+        return "", ""
+    tokenizer = Tokenizer.load(directory)
+    return tokenizer.hash, tokenizer.template_hash
+
+
+def _drain_on_signals(stop: threading.Event) -> Callable[[], None]:
+    """Set `stop` on SIGTERM and SIGINT; a second signal ends the process as Python does. Returns the undo."""
+    wanted = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        logger.info("%s: finishing the step, then leaving", signal.Signals(number).name)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    previous = {number: signal.signal(number, on_signal) for number in wanted}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return restore

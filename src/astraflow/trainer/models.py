@@ -1,0 +1,109 @@
+"""A HF model directory as a torch module, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from astraflow.protocol.errors import ConfigError
+from astraflow.trainer.packing import PackedRows
+from astraflow.weights.config import ModelConfig
+
+UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Settings that change logits after the output embedding; the chunked head does not apply them."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def load_model(config: ModelConfig, attention: str) -> nn.Module:
+    """The causal language model in `config.path`, fp32, in training mode. Raises ConfigError for what cannot be trained here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+    if not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(f"model.path {config.path!r}: no config.json there; expected a Hugging Face model directory")
+    architecture = AutoConfig.from_pretrained(config.path, local_files_only=True)
+    for name, value in config.options.items():
+        if not hasattr(architecture, name):
+            raise ConfigError(f"model.options.{name}: {type(architecture).__name__} has no such field")
+        setattr(architecture, name, value)
+    for name in UNSUPPORTED_HEADS:
+        if getattr(architecture, name, None) not in (None, 1, 1.0):
+            raise ConfigError(f"model.path {config.path!r}: {name} is set, which this trainer does not apply to logits")
+    if getattr(architecture, "sliding_window", None) and getattr(architecture, "use_sliding_window", True):
+        raise ConfigError(f"model.path {config.path!r}: sliding-window attention is not supported by prefix packing")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        config.path, config=architecture, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+    )
+    return model.train()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Tied name → the name whose tensor holds the bytes, as `named_parameters()` lists it."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holder = first.setdefault(id(parameter), name)
+        if holder != name:
+            tied[name] = holder
+    return tied
+
+
+def hidden_states(model: nn.Module, packed: PackedRows) -> torch.Tensor:
+    """Hidden states [P, H] of the predictions of a token tree."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    mask = packed.attention_mask()
+    if model.config._attn_implementation == "eager":  # type: ignore[union-attr]
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)  # eager attention adds its mask
+    output = decoder(
+        input_ids=packed.input_ids[None],
+        position_ids=packed.position_ids[None],
+        attention_mask=mask[None, None],
+        use_cache=False,
+    )
+    states: torch.Tensor = output.last_hidden_state[0][packed.head_node]
+    return states
+
+
+def output_embedding(model: nn.Module) -> torch.Tensor:
+    """The [V, H] matrix that turns hidden states into logits. Raises ConfigError for a head with a bias."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if getattr(head, "bias", None) is not None:
+        raise ConfigError("the model's output embedding has a bias, which this trainer does not apply")
+    weight: torch.Tensor = head.weight
+    return weight
+
+
+def export_hf(named: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a plain HF directory atomically: weights in `dtype`, configuration and tokenizer files of `source`."""
+    from safetensors.torch import save_file
+
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in named}
+    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    (staging / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, staging / name)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(staging, target)

@@ -1,0 +1,392 @@
+"""The trainer as a process against a Dataflow that serves a recorded stream of batches: a peer that speaks the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from astraflow.lib.wire import Server, new_identity
+from astraflow.protocol import control
+from astraflow.protocol.batch import BatchReply, BatchRequest
+from astraflow.protocol.errors import Conflict, DeadlinePassed, Unavailable, UnknownName
+from astraflow.protocol.message import Empty
+from astraflow.protocol.rollout import Serving
+from astraflow.protocol.routes import DataflowAPI, table
+from astraflow.trainer import main
+from astraflow.trainer.config import (
+    CheckpointConfig,
+    DeadlineConfig,
+    OptimizerConfig,
+    PPOConfig,
+    StopRule,
+    TrainEngineConfig,
+    TrainerProcess,
+)
+from astraflow.weights.config import ModelConfig, WeightsConfig
+
+RUN = "run-trainer-flow"
+DRIVER = """
+import sys
+from pathlib import Path
+import msgspec
+from astraflow.trainer.config import TrainerProcess
+from astraflow.trainer.main import run
+sys.exit(run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrainerProcess)))
+"""
+
+
+def unit_helpers() -> ModuleType:
+    """The batch and model makers of the unit tests."""
+    path = Path(__file__).parent.parent / "unit" / "trainer" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("trainer_test_helpers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+HELPERS = unit_helpers()
+
+
+class RecordedDataflow:
+    """Serves batch v = f(v) and keeps what it is told, as Dataflow's barrier does; runs in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.n_batches = 100
+        self.at_end = "end_of_data"
+        self.timeline, self.version, self.registered = 0, 0, False
+        self.readies: list[control.Ready] = []
+        self.notices: list[control.NotifyVersion] = []
+        self.committed: list[tuple[int, int]] = []
+        """(timeline, version) in the order in which versions became known."""
+        self.shutdowns: list[control.Shutdown] = []
+        self.results: list[control.EvalResult] = []
+        self.lose_replies: set[int] = set()
+        """Versions whose first notice is taken, but answered by an error."""
+        self.hold = threading.Event()
+        self.hold.set()
+        self.bump_at = -1
+        """Version at which the timeline is bumped behind the trainer's back."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new process at the same address."""
+        handlers = {name: getattr(self, f"on_{name}", self.on_other) for name in table(DataflowAPI)}
+        self.server = Server("dataflow", DataflowAPI, handlers, new_identity(RUN), port=self.port)
+        asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result(10)
+        self.port = self.server.port
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.server.stop(0.1), self._loop).result(10)
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def on_other(self, message: Any) -> Any:
+        raise Conflict("not part of this recording")
+
+    async def on_ready(self, message: control.Ready) -> control.ReadyReply:
+        if self.registered and message.version < self.version:
+            self.timeline += 1
+        self.registered, self.version = True, message.version
+        self.readies.append(message)
+        return control.ReadyReply(timeline=self.timeline, version=message.version)
+
+    async def on_batch(self, request: BatchRequest) -> BatchReply:
+        if request.version == self.bump_at:
+            self.bump_at, self.timeline = -1, self.timeline + 1
+        if request.timeline != self.timeline:
+            return BatchReply(kind="stale_timeline", reason="the timeline is dead")
+        assert request.version == self.version
+        if not self.hold.is_set():
+            await asyncio.sleep(0.05)
+            return BatchReply(kind="wait")
+        if request.version >= self.n_batches:
+            return BatchReply(kind=self.at_end, counts={"seen": 12, "dropped/zero_variance": 12})  # type: ignore[arg-type]
+        batch = HELPERS.random_batch(request.version, version=request.version)
+        batch.timeline = self.timeline
+        return BatchReply(kind="batch", batch=batch, metrics={"buffer/fresh": 1.0})
+
+    async def on_notify_version(self, message: control.NotifyVersion) -> control.NotifyVersionReply:
+        if not self.registered or message.timeline != self.timeline:
+            raise Conflict("call /ready")
+        self.notices.append(message)
+        new = message.version > self.version
+        if new:
+            self.version = message.version
+            self.committed.append((self.timeline, message.version))
+        if message.version in self.lose_replies:
+            self.lose_replies.discard(message.version)
+            raise Unavailable("the reply is lost")
+        eval_id = ""
+        if new and message.run_eval:
+            eval_id = f"eval-{message.version}"
+            served = {"default": Serving(timeline=self.timeline, version=message.version, digest=message.digest)}
+            self.results.append(
+                control.EvalResult(
+                    eval_id=eval_id, dataset="d", versions=served, n_tasks=1, n_samples=1, missing=0, metrics={"avg@1": 0.5}, duration_s=0.1
+                )
+            )
+        return control.NotifyVersionReply(service_version=self.version, trained=16 if new else 0, eval_id=eval_id)
+
+    async def on_eval_results(self, request: control.EvalResultsRequest) -> control.EvalResults:
+        return control.EvalResults(results=self.results[request.since :], next=len(self.results), running=[])
+
+    async def on_shutdown(self, message: control.Shutdown) -> Empty:
+        self.shutdowns.append(message)
+        return Empty()
+
+
+@pytest.fixture
+def dataflow() -> Iterator[RecordedDataflow]:
+    peer = RecordedDataflow()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = HELPERS.write_tiny_model(tmp_path_factory.mktemp("model"))
+    return path
+
+
+@pytest.fixture
+def process_of(dataflow: RecordedDataflow, model: Path, tmp_path: Path) -> Callable[..., TrainerProcess]:
+    def make(name: str = "run", **options: Any) -> TrainerProcess:
+        settings: dict[str, Any] = {
+            "train_batch_size": 16,
+            "max_steps": 6,
+            "algorithm": PPOConfig(tis_c=2.0),
+            "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=2, schedule="cosine"),
+            "checkpoint": CheckpointConfig(every=3),
+            "deadlines": DeadlineConfig(dataflow_s=20, batch_poll_s=0.2, drain_s=5, final_eval_s=10),
+        }
+        return TrainerProcess(
+            run_id=RUN,
+            run_dir=str(tmp_path / name),
+            dataflow_url=dataflow.server.url,
+            max_new_tokens=5,
+            model=ModelConfig(path=str(model)),
+            trainer=TrainEngineConfig(**(settings | options)),
+            weights=WeightsConfig(),
+        )
+
+    return make
+
+
+Start = Callable[[TrainerProcess], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def begin(process: TrainerProcess) -> subprocess.Popen[bytes]:
+        config = tmp_path / "process.json"
+        config.write_bytes(msgspec.json.encode(process))
+        with (tmp_path / "trainer.log").open("ab") as log:
+            child = subprocess.Popen([sys.executable, "-c", DRIVER, str(config)], stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def until(condition: Callable[[], Any], deadline_s: float, what: str) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def masters(process: TrainerProcess, version: int) -> dict[str, np.ndarray]:
+    state = load_file(Path(process.run_dir) / "checkpoints" / "default" / f"step-{version:08d}" / "state.safetensors")
+    return {name: values for name, values in state.items() if name != "rng.torch"}
+
+
+def test_a_trainer_runs_to_its_last_step_evaluates_exports_and_leaves(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    dataflow.lose_replies = {2}
+    process = process_of(eval_freq=4)
+    assert start(process).wait(60) == 0, (tmp_path / "trainer.log").read_text()
+    assert dataflow.committed == [(0, v) for v in range(1, 7)]
+    assert [n.version for n in dataflow.notices] == [1, 2, 2, 3, 4, 5, 6, 6], "the lost reply is asked for again; the last renews"
+    assert [n.version for n in dataflow.notices if n.run_eval] == [4, 6]
+    assert all(len(n.digest) == 32 for n in dataflow.notices)
+    assert len({n.digest for n in dataflow.notices}) == 5, "the cosine ends at a rate of 0"
+    assert dataflow.notices[-1].checkpoint_version == 6
+    assert [s.model_id for s in dataflow.shutdowns] == ["default"]
+    first = dataflow.readies[0]
+    assert (first.version, first.recovered_version, first.checkpoint_version) == (0, None, -1)
+    assert first.sender_endpoint.startswith("http://")
+    for name in (
+        "reward/mean",
+        "loss/policy",
+        "policy/grad_norm",
+        "policy/lr",
+        "mismatch/ess",
+        "staleness/max",
+        "time/wait_s",
+        "perf/wait_share",
+    ):
+        assert name in dataflow.notices[0].metrics, name
+    lines = [msgspec.json.decode(line) for line in (Path(process.run_dir) / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in lines if "policy/lr" in line["values"]] == [1, 2, 3, 4, 5, 6]
+    assert any(line["values"].get("eval/d/avg@1") == 0.5 for line in lines)
+    assert {path.name for path in (Path(process.run_dir) / "export" / "default").iterdir()} >= {"model.safetensors", "config.json"}
+
+
+def test_six_steps_are_three_a_kill_and_three_bit_for_bit(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    straight = process_of("straight")
+    assert start(straight).wait(60) == 0
+    dataflow.__dict__.update(version=0, registered=False, notices=[], committed=[], readies=[])
+    killed = process_of("killed")
+    child = start(killed)
+    until(lambda: any(n.checkpoint_version == 3 for n in dataflow.notices), 60, "no durable checkpoint was announced")
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    reached = dataflow.version
+    assert start(killed).wait(60) == 0, (tmp_path / "trainer.log").read_text()
+    again = dataflow.readies[-1]
+    assert (again.version, again.recovered_version, again.checkpoint_version) == (3, 3, 3) or reached >= 6
+    assert dataflow.timeline == (1 if reached > 3 else 0)
+    expected, found = masters(straight, 6), masters(killed, 6)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert expected[name].tobytes() == found[name].tobytes(), name
+
+
+def test_a_dataflow_that_dies_and_returns_is_attached_to_again_without_losing_a_step(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    child = start(process_of())
+    until(lambda: dataflow.version >= 2, 60, "no steps")
+    dataflow.stop()
+    dataflow.registered = False  # and it has forgotten the trainer: notices are refused until /ready
+    dataflow.start()
+    assert child.wait(60) == 0, (tmp_path / "trainer.log").read_text()
+    assert dataflow.timeline == 0, "attaching again at the present version moves no timeline"
+    versions = [v for _, v in dataflow.committed]
+    assert versions[-1] == 6
+    assert versions == sorted(set(versions)), "no version twice"
+    assert len(dataflow.readies) >= 2
+    assert dataflow.readies[-1].recovered_version is not None
+
+
+def test_sigterm_while_it_waits_saves_and_leaves_with_zero(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    process = process_of(max_steps=1000, checkpoint=CheckpointConfig(every=0))
+    child = start(process)
+    until(lambda: dataflow.version >= 2, 60, "no steps")
+    dataflow.hold.clear()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 0, (tmp_path / "trainer.log").read_text()
+    assert dataflow.shutdowns[-1].reason.startswith("drained")
+    assert dataflow.notices[-1].checkpoint_version == dataflow.version
+    assert masters(process, dataflow.version)
+
+
+def test_sigterm_while_dataflow_is_gone_saves_and_leaves_with_zero(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], tmp_path: Path
+) -> None:
+    deadlines = DeadlineConfig(dataflow_s=60, batch_poll_s=0.1, drain_s=0.5)
+    process = process_of(max_steps=1000, checkpoint=CheckpointConfig(every=0), deadlines=deadlines)
+    stop, codes = threading.Event(), []
+    worker = threading.Thread(target=lambda: codes.append(main.run_until(process, stop)))
+    worker.start()
+    until(lambda: dataflow.version >= 2, 60, "no steps")
+    dataflow.stop()
+    stop.set()
+    worker.join(30)
+    dataflow.start()
+    assert codes == [0]
+    found = [path.name for path in (Path(process.run_dir) / "checkpoints" / "default").iterdir()]
+    assert found in ([f"step-{dataflow.version:08d}"], [f"step-{dataflow.version + 1:08d}"]), "the step that was under way is kept"
+
+
+def run_here(process: TrainerProcess) -> int:
+    """The same in this process: without its own start-up."""
+    return main.run_until(process, threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("n_batches", "kind", "code"), [(0, "end_of_data", 1), (2, "end_of_data", 0), (1, "starved", 3)], ids=["nothing", "some", "starved"]
+)
+def test_the_end_of_the_data_and_starvation_are_answers(
+    n_batches: int,
+    kind: str,
+    code: int,
+    dataflow: RecordedDataflow,
+    process_of: Callable[..., TrainerProcess],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dataflow.n_batches, dataflow.at_end = n_batches, kind
+    assert run_here(process_of()) == code
+    assert dataflow.version == n_batches
+    assert dataflow.shutdowns[-1].reason.startswith(kind)
+    assert code == 0 or ("nothing was trained" if code == 1 else "dropped/zero_variance 12") in caplog.text
+
+
+def test_the_stop_rule_ends_the_run_early(dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]) -> None:
+    rule = StopRule(metric="reward/mean", window=2, at_least=0.0, not_before=3)
+    assert run_here(process_of(stop=rule)) == 0
+    assert dataflow.version == 3
+
+
+def test_a_stop_rule_on_an_unknown_metric_names_the_known_ones(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]
+) -> None:
+    with pytest.raises(UnknownName, match="reward/mean"):
+        run_here(process_of(stop=StopRule(metric="reward/meen", at_least=1.0)))
+
+
+def test_a_dead_timeline_is_left_by_attaching_again(dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]) -> None:
+    dataflow.bump_at = 2
+    assert run_here(process_of()) == 0
+    assert dataflow.committed == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_a_wait_for_a_batch_ends_by_its_deadline_and_names_it(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]
+) -> None:
+    dataflow.hold.clear()
+    with pytest.raises(DeadlinePassed, match=r"batch of version 0: none within 0\.5 s"):
+        run_here(process_of(deadlines=DeadlineConfig(batch_poll_s=0.1, batch_s=0.5)))
+
+
+def test_mistakes_of_the_user_end_with_two_and_one_line(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    assert start(process_of(backend="locl")).wait(60) == 2
+    lines = (tmp_path / "trainer.log").read_text().splitlines()
+    assert len(lines) == 1
+    assert "did you mean 'local'" in lines[0]
