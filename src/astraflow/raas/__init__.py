@@ -1,0 +1,1 @@
+"""RaaS, remote agentic serving: runs workflows against inference engines and hands out their rollouts. No torch on this side."""

@@ -1,0 +1,71 @@
+"""Records: what a trajectory said, for people. JSON files in the run directory, the newest `keep` of them; never sent to a trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from astraflow.protocol.errors import UnknownName
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".json"
+
+
+def record_ref(instance_id: str, lease_id: str, attempt: int, index: int) -> str:
+    """File name of a trajectory's record, without its suffix. `~` stands between the parts."""
+    return "~".join(re.sub(r"[^A-Za-z0-9._-]", "_", str(part)) for part in (instance_id, lease_id, attempt, index))
+
+
+class Records:
+    """Called from threads; `save` and `load` do I/O."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        """Files of an earlier life of this instance count against `keep`."""
+        self.directory, self.keep = directory, keep
+        self._lock = threading.Lock()
+        self._kept: deque[str] = deque()
+        self.failures = 0
+        if keep:
+            directory.mkdir(parents=True, exist_ok=True)
+            found = sorted(directory.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime_ns)
+            self._kept.extend(path.name.removesuffix(SUFFIX) for path in found)
+
+    def save(self, records: dict[str, dict[str, Any]]) -> None:
+        """Write one file per ref and delete the oldest above the bound. A full disk costs records, not rollouts: counted, logged."""
+        if not self.keep:
+            return
+        for ref, record in records.items():
+            try:
+                path = self._path(ref)
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(record, ensure_ascii=False, default=str), encoding="utf-8")
+                part.replace(path)
+            except (OSError, TypeError, ValueError, RecursionError) as error:
+                self.failures += 1
+                log.warning("record %s not written: %s", ref, error)
+                continue
+            with self._lock:
+                self._kept.append(ref)
+                old = [self._kept.popleft() for _ in range(len(self._kept) - self.keep)]
+            for gone in old:
+                self._path(gone).unlink(missing_ok=True)
+
+    def load(self, ref: str) -> bytes:
+        """The JSON bytes. Raises UnknownName for what was never written or is gone."""
+        with self._lock:
+            known = ref in self._kept
+        if known:
+            try:
+                return self._path(ref).read_bytes()
+            except FileNotFoundError:
+                log.debug("record %s was deleted meanwhile", ref)
+        raise UnknownName(f"record {ref!r}: not here; the newest {self.keep} are kept")
+
+    def _path(self, ref: str) -> Path:
+        return self.directory / (ref + SUFFIX)

@@ -1,0 +1,419 @@
+"""A real rollout service process with the scripted engine, driven over HTTP as Dataflow would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from astraflow.lib.aio import poll_until
+from astraflow.lib.net import free_port, http_url
+from astraflow.lib.proc import Child
+from astraflow.lib.wire import Handler, Server, new_identity
+from astraflow.lib.wire_client import Client
+from astraflow.protocol.codec import decode
+from astraflow.protocol.control import DeregisterRaaS, RegisterRaaS, RegisterRaaSReply, Shutdown
+from astraflow.protocol.errors import AstraFlowError, AuthError, Conflict, UnknownName
+from astraflow.protocol.message import Empty, Message
+from astraflow.protocol.rollout import (
+    CancelLeases,
+    EvalEnd,
+    EvalStart,
+    Group,
+    Lease,
+    Pull,
+    RegisterWorkflow,
+    Serving,
+    Submit,
+    WorkflowSpec,
+)
+from astraflow.protocol.routes import DataflowAPI, RaaSAPI, table
+from astraflow.protocol.weights import NotifyRaaS
+from astraflow.raas.config import EngineConfig, RaaSConfig, RaaSProcess
+from astraflow.raas.staging import staging_path
+from astraflow.weights.config import ModelConfig
+
+CHARS = Path(__file__).parents[1] / "data" / "chars-model"
+MAIN = (
+    "import sys, msgspec; from astraflow.raas.config import RaaSProcess; from astraflow.raas.service import run; "
+    "sys.exit(run(msgspec.json.decode(open(sys.argv[1], 'rb').read(), type=RaaSProcess)))"
+)
+PLUGIN = """
+import asyncio, time
+from astraflow.workflows.api import RolloutWorkflow, register_workflow
+
+@register_workflow("flow_moody")
+class Moody(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        if data["mood"] == "raise":
+            raise RuntimeError("no")
+        if data["mood"] == "hang":
+            await asyncio.Event().wait()
+        return None
+"""
+
+
+class Raas:
+    """The process and a client of it."""
+
+    def __init__(self, process: RaaSProcess, child: Child) -> None:
+        self.process, self.child = process, child
+        self.url = http_url(process.host, process.port)
+        self.client = Client(self.url, new_identity(process.run_id, process.token))
+
+    async def __call__(self, name: str, request: Message | None = None, timeout_s: float = 10.0) -> Any:
+        return await self.client.call(table(RaaSAPI)[name], request, timeout_s=timeout_s)
+
+    async def up(self) -> None:
+        async def healthy() -> bool:
+            with contextlib.suppress(AstraFlowError):
+                return (await self("status", timeout_s=1.0)).state in ("idle", "ready")
+            assert self.child.poll() is None, (Path(self.process.run_dir) / "out.log").read_text()
+            return False
+
+        await poll_until(healthy, 20.0, "raas up", 0.02)
+
+    async def register(self, workflow_id: str = "w", workflow: str = "rlvr", reward: str = "last_number", **fields: Any) -> None:
+        spec = WorkflowSpec(workflow=workflow, reward=reward, **fields)
+        await self("register_workflow", RegisterWorkflow(workflow_id=workflow_id, spec=spec))
+
+    async def submit(self, *leases: Lease, lane: str = "") -> list[str]:
+        reply = await self("eval_submit" if lane else "submit", Submit(leases=list(leases), lane=lane))
+        return [verdict.verdict for verdict in reply.verdicts]
+
+    async def groups(self, count: int, lane: str = "") -> list[Group]:
+        out: list[Group] = []
+        ack: list[str] = []
+        while len(out) < count:
+            reply = await self("eval_pull" if lane else "pull", Pull(ack=ack, wait_s=5.0, lane=lane))
+            assert reply.deliveries, "no result within 5 s"
+            ack = [delivery.delivery_id for delivery in reply.deliveries]
+            out += [decode(bytes(delivery.group), Group) for delivery in reply.deliveries]
+        await self("eval_pull" if lane else "pull", Pull(ack=ack, max_items=0, lane=lane))
+        return out
+
+    async def ended(self, deadline_s: float = 10.0) -> int:
+        await poll_until(lambda: self.child.poll() is not None, deadline_s, "raas ends", 0.02)
+        code = self.child.poll()
+        assert code is not None
+        return code
+
+
+def lease(lease_id: str = "l1", n: int = 2, workflow: str = "w", **fields: Any) -> Lease:
+    data = fields.pop("data", {"prompt": "2 + 3 =", "answer": "5"})
+    return Lease(lease_id=lease_id, task_id="t", workflow_id=workflow, n_samples=n, data=data, **fields)
+
+
+Start = Callable[..., Raas]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start rollout services; all of them are gone, with their staging directories, when the test ends."""
+    started: list[Raas] = []
+
+    def begin(options: Mapping[str, Any] | None = None, **fields: Any) -> Raas:
+        (tmp_path / "flow_plugin.py").write_text(PLUGIN)
+        process = RaaSProcess(
+            run_id="test",
+            run_dir=str(tmp_path),
+            instance_id=f"raas{len(started)}",
+            port=free_port(),
+            models={"default": ModelConfig(path=str(CHARS))},
+            raas=RaaSConfig(
+                slots=8, cancel_grace_s=0.2, engine=EngineConfig(kind="scripted", options={"initial": True, **(options or {})})
+            ),
+            plugins=["flow_plugin"],
+        )
+        process = msgspec.structs.replace(process, **fields)
+        path = tmp_path / f"process{len(started)}.json"
+        path.write_bytes(msgspec.json.encode(process))
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        child = Child([sys.executable, "-c", MAIN, str(path)], env=env, log_path=tmp_path / "out.log", name=process.instance_id)
+        started.append(Raas(process, child))
+        return started[-1]
+
+    yield begin
+    for raas in started:
+        raas.child.terminate(10.0)
+        assert not staging_path(raas.process.run_dir, raas.process.instance_id).exists(), "staged weights were left behind"
+
+
+def run(test: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await test
+
+    asyncio.run(bounded())
+
+
+def test_leases_go_in_and_groups_come_out_until_they_are_acknowledged(start: Start) -> None:
+    async def test() -> None:
+        raas = start({"correct": 1.0})
+        await raas.up()
+        await raas.register()
+        assert await raas.submit(lease("a", 4), lease("b", 4), lease("c", 4), lease("a", 4)) == [
+            "accepted",
+            "accepted",
+            "over_capacity",
+            "duplicate",
+        ]
+        first = await raas("pull", Pull(wait_s=5, max_items=1))
+        again = await raas("pull", Pull(wait_s=5, max_items=1))
+        assert [d.delivery_id for d in first.deliveries] == [d.delivery_id for d in again.deliveries], "a lost reply comes again"
+        group = decode(bytes(first.deliveries[0].group), Group)
+        assert [(t.index, t.reward, t.finish) for t in group.trajectories] == [(i, 1.0, "stop") for i in range(4)]
+        assert {held.state for held in (await raas("leases")).held} <= {"running", "done"}
+        groups = await raas.groups(2)
+        assert sorted(g.lease_id for g in groups) == ["a", "b"]
+        reply = await raas("pull", Pull())
+        assert (reply.deliveries, reply.in_flight, reply.free_slots, reply.waiting) == ([], 0, 8, 0)
+        assert reply.serving["default"].version == 0
+        assert await raas.submit(lease("a", 4)) == ["duplicate"], "acknowledged is not forgotten"
+        assert (await raas("leases")).held == []
+        record = await raas.client.raw(RaaSAPI.record, group.trajectories[0].record_ref, timeout_s=5)
+        assert msgspec.json.decode(record)["calls"][0]["answer"] == "5"
+        with pytest.raises(UnknownName):
+            await raas.client.raw(RaaSAPI.record, "nothing", timeout_s=5)
+
+    run(test())
+
+
+def test_workflows_that_raise_return_none_or_hang_are_results(start: Start) -> None:
+    async def test() -> None:
+        raas = start()
+        await raas.up()
+        await raas.register(workflow="flow_moody", reward="")
+        moods = {mood: lease(mood, data={"mood": mood}, deadline_s=0.3) for mood in ("raise", "none", "hang")}
+        await raas.submit(*moods.values())
+        by_id = {group.lease_id: group.trajectories for group in await raas.groups(3)}
+        assert [t.finish for t in by_id["none"]] == ["rejected", "rejected"]
+        kinds = {name: {(t.error.boundary, t.error.kind) for t in by_id[name] if t.error} for name in ("raise", "hang")}
+        assert kinds == {"raise": {("workflow", "exception")}, "hang": {("workflow", "timeout")}}
+        assert (await raas("availability")).free_slots == 8
+        with pytest.raises(UnknownName, match="did you mean 'flow_moody'"):
+            await raas.register("x", workflow="flow_mody")
+
+    run(test())
+
+
+def test_status_answers_while_a_load_is_slow_and_the_lane_pins_versions(start: Start, tmp_path: Path) -> None:
+    """Real weights: a sender, a receiver, and loads put off by an evaluation lane."""
+    torch = pytest.importorskip("torch")
+    from astraflow.weights.config import WeightsConfig
+    from astraflow.weights.manager import WeightManager
+
+    async def test(manager: Any) -> None:
+        raas = start({"load_s": 0.6, "initial": False, "fail_loads": [1]})
+        await raas.up()
+        await raas.register()
+        reply = await raas("submit", Submit(leases=[lease()]))
+        assert (reply.verdicts[0].verdict, reply.serving) == ("refused", {})
+        assert "no weights" in reply.verdicts[0].reason
+        digests = [await asyncio.to_thread(publish, manager, torch, version) for version in range(2)]
+
+        def notice(version: int, timeline: int = 1, wait_s: float = 10.0) -> NotifyRaaS:
+            return NotifyRaaS(
+                model_id="default",
+                timeline=timeline,
+                version=version,
+                digest=digests[version],
+                sender_endpoint=manager.endpoint,
+                wait_s=wait_s,
+            )
+
+        loading = asyncio.create_task(raas("notify_version", notice(0)))
+        worst = 0.0
+        while not loading.done():
+            begun = time.monotonic()
+            assert (await raas("status")).serving == {}, "the receipt waits for the engine's word"
+            worst = max(worst, time.monotonic() - begun)
+            await asyncio.sleep(0.02)
+            if loading.done() or (await raas("status")).serving:
+                break
+        assert (await loading).state == "loaded"
+        assert worst < 0.5, f"/status took {worst:.3f} s during a load"  # 100 ms on a machine of its own
+        assert (await raas("notify_version", notice(0))).state == "current"
+        failed = await raas("notify_version", notice(1))
+        assert (failed.state, failed.serving["default"].version) == ("failed", 0)
+        assert "version 1" in (await raas("status")).message
+
+        serving = Serving(timeline=1, version=0, digest=digests[0])
+        with pytest.raises(Conflict, match="version 1"):
+            await raas("eval_start", EvalStart(lane="e", versions={"default": Serving(timeline=1, version=1, digest="")}))
+        await raas("eval_start", EvalStart(lane="e", versions={"default": serving}, deadline_s=20))
+        put_off = await raas("notify_version", notice(1, wait_s=0.1))
+        assert (put_off.state, "lane" in put_off.message) == ("loading", True)
+        assert await raas.submit(lease("e1", 1), lane="e") == ["accepted"]
+        group = (await raas.groups(1, lane="e"))[0]
+        assert group.versions["default"].max == 0
+        await raas("eval_end", EvalEnd(lane="e"))
+        with pytest.raises(Conflict, match="not open"):
+            await raas("eval_pull", Pull(lane="e"))
+        assert (await raas("notify_version", notice(1))).state == "loaded"
+        assert await raas.submit(lease("dead")) == ["accepted"]
+        await raas("pull", Pull(wait_s=5))
+        rolled = await raas("notify_version", notice(0, timeline=2))
+        assert (rolled.state, rolled.serving["default"].timeline, rolled.serving["default"].version) == ("loaded", 2, 0)
+        assert (await raas("leases")).held == [], "what the dead timeline produced is gone"
+        assert (await raas("notify_version", notice(1, timeline=1))).state == "current", "a notice of a dead timeline"
+        metrics = (await raas("status")).metrics
+        assert metrics["weights/failures"] == 1
+        assert metrics["weights/syncs_full"] >= 2
+
+    manager = WeightManager("default", WeightsConfig(streams=2), new_identity("test"), tmp_path)
+    try:
+        run(test(manager))
+    finally:
+        manager.close()
+
+
+def publish(manager: Any, torch: Any, version: int) -> str:
+    named = [("w", torch.full((64, 64), 1.0 + version)), ("b", torch.arange(64, dtype=torch.float32))]
+    manager.offload(named, version)
+    return str(manager.published(version, 20.0))
+
+
+class FakeDataflow:
+    """The two routes of registration; everything else of Dataflow is not there."""
+
+    def __init__(self, port: int) -> None:
+        self.calls: list[Message] = []
+        self.failures = 1
+        handlers: dict[str, Handler] = dict.fromkeys(table(DataflowAPI), self._nothing)
+        handlers.update(register_raas=self._register, deregister_raas=self._deregister)
+        self.server = Server("dataflow", DataflowAPI, handlers, new_identity("test"), port=port)
+
+    async def _nothing(self, request: Message) -> Message:
+        raise UnknownName("not here")
+
+    async def _register(self, request: RegisterRaaS) -> RegisterRaaSReply:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("an answer that is an error is no registration")
+        self.calls.append(request)
+        return RegisterRaaSReply(instance_id=request.instance_id, pool_size=1)
+
+    async def _deregister(self, request: DeregisterRaaS) -> Empty:
+        self.calls.append(request)
+        return Empty()
+
+    async def count(self, n: int) -> None:
+        await poll_until(lambda: len(self.calls) >= n, 15.0, f"{n} calls", 0.02)
+
+
+@asynccontextmanager
+async def dataflow(port: int) -> AsyncIterator[FakeDataflow]:
+    fake = FakeDataflow(port)
+    await fake.server.start()
+    try:
+        yield fake
+    finally:
+        await fake.server.stop(1.0)
+
+
+def test_it_registers_whenever_dataflow_comes_and_again_with_a_new_one(start: Start) -> None:
+    async def test() -> None:
+        port = free_port()
+        raas = start(dataflow_url=http_url("127.0.0.1", port))
+        await raas.up()
+        assert "not registered" in (await raas("status")).message
+        async with dataflow(port) as first:
+            await first.count(1)
+            call = first.calls[0]
+            assert isinstance(call, RegisterRaaS)
+            assert (call.instance_id, call.url, call.total_slots, call.models) == ("raas0", raas.url, 8, ["default"])
+            assert call.tokenizer_hash["default"]
+        async with dataflow(port) as second:
+            second.failures = 0
+            peer = Client(raas.url, second.server.identity)
+            await peer.call(RaaSAPI.leases, timeout_s=5)
+            await second.count(1)
+            await peer.close()
+            raas.child.signal(signal.SIGTERM)
+            assert await raas.ended() == 0
+            assert isinstance(second.calls[-1], DeregisterRaaS)
+
+    run(test())
+
+
+def test_sigterm_drains_what_runs_and_hands_it_out(start: Start) -> None:
+    async def test() -> None:
+        raas = start({"token_s": 0.05})
+        await raas.up()
+        await raas.register()
+        await raas.submit(lease("a", 2, data={"prompt": "say", "answer": "1"}))
+        raas.child.signal(signal.SIGTERM)
+        await poll_until(lambda: _state(raas, "draining"), 5.0, "draining", 0.01)
+        reply = await raas("submit", Submit(leases=[lease("b")]))
+        assert (reply.verdicts[0].verdict, "draining" in reply.verdicts[0].reason) == ("refused", True)
+        assert [g.lease_id for g in await raas.groups(1)] == ["a"]
+        assert await raas.ended() == 0
+
+    run(test())
+
+
+async def _state(raas: Raas, state: str) -> bool:
+    return bool((await raas("status")).state == state)
+
+
+def test_shutdown_ends_it_with_zero_although_work_hangs(start: Start) -> None:
+    async def test() -> None:
+        raas = start()
+        await raas.up()
+        await raas.register(workflow="flow_moody", reward="")
+        await raas.submit(lease("a", data={"mood": "hang"}))
+        await raas("shutdown", Shutdown(reason="test", deadline_s=0.2))
+        assert await raas.ended() == 0
+
+    run(test())
+
+
+def test_cancelled_leases_are_forgotten_and_json_clients_are_served(start: Start) -> None:
+    async def test() -> None:
+        raas = start(token="secret")
+        raas.client = Client(raas.url, new_identity("test", "secret"))
+        await raas.up()
+        await raas.register(workflow="flow_moody", reward="")
+        await raas.submit(lease("a", data={"mood": "hang"}))
+        assert (await raas("availability")).in_flight == 2
+        await raas("cancel", CancelLeases(lease_ids=["a"]))
+        assert (await raas("availability")).in_flight == 0
+        reply = httpx.get(raas.url + "/status", headers={"authorization": "Bearer secret"})
+        assert reply.json()["instance_id"] == "raas0"
+        with pytest.raises(AuthError):
+            await Client(raas.url, new_identity("test")).call(RaaSAPI.status, timeout_s=5)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"models": {"default": ModelConfig(path="/nowhere")}}, "models.default.path"),
+        ({"raas": RaaSConfig(engine=EngineConfig(kind="scriptd"))}, "did you mean 'scripted'"),
+        ({"raas": RaaSConfig(engine=EngineConfig(kind="scripted", options={"token": 1}))}, "raas.engine.options"),
+        ({"plugins": ["no_such_module"]}, "no_such_module"),
+        ({"host": "0.0.0.0"}, "token"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(start: Start, tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    async def test() -> None:
+        raas = start(**fields)
+        assert await raas.ended(20.0) == 2
+        lines = (tmp_path / "out.log").read_text().strip().splitlines()
+        assert len(lines) == 1, lines
+        assert text in lines[0]
+
+    run(test())

@@ -1,0 +1,283 @@
+"""Weight updates: what a notice means, in which order loads happen, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from astraflow.lib.aio import Tasks, Waits
+from astraflow.lib.metrics import Counter
+from astraflow.protocol.errors import Conflict, DigestMismatch
+from astraflow.protocol.weights import NotifyRaaS
+from astraflow.raas.engines.scripted import read_digest
+from astraflow.raas.models import ServedModel
+from astraflow.raas.sync import LaneGate, ModelSync
+from astraflow.weights.layout import build, digest, file_header
+from astraflow.weights.receiver import Staged
+
+MakeRig = Callable[..., Any]
+
+
+@dataclass
+class FileReceiver:
+    """The receiver's contract over files made here: what it stages are real safetensors files."""
+
+    directory: Path
+    errors: list[Exception] = field(default_factory=list)
+    """Raised by the next pulls, in order."""
+    pulls: list[tuple[int, bool]] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
+    """Pulls wait for it."""
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    def pull(self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float) -> Staged:
+        self.pulls.append((version, full))
+        assert self.hold.wait(10)
+        if self.errors:
+            raise self.errors.pop(0)
+        path = self.directory / f"v{version}.safetensors"
+        found = write(path, version)
+        return Staged(path, version, found, "full" if full else "delta", "", 100, 0.01, 1)
+
+    def close(self) -> None:
+        self.hold.set()
+
+
+def write(path: Path, version: int) -> str:
+    layout = build([("w", (4, 8), "F32"), ("b", (3,), "BF16")], {"tied": "w"})
+    data = bytes([version % 256]) * layout.size_bytes
+    name = digest(layout, memoryview(data))
+    path.write_bytes(file_header(layout, version, name, False) + data)
+    return name
+
+
+@dataclass
+class Bench:
+    sync: ModelSync
+    receiver: FileReceiver
+    engine: Any
+    idle: asyncio.Event
+    rollbacks: list[tuple[str, int]]
+    counts: Counter
+    tasks: Tasks
+    failures: list[str]
+
+    async def notify(self, version: int, timeline: int = 1, wait_s: float = 5.0, digest: str = "") -> tuple[str, int]:
+        notice = NotifyRaaS(
+            model_id="default", timeline=timeline, version=version, digest=digest, sender_endpoint="http://x", wait_s=wait_s
+        )
+        outcome = await self.sync.notice(notice)
+        serving = self.sync.model.serving
+        return outcome.state, -1 if serving is None else serving.version
+
+
+@pytest.fixture
+def bench(rig: MakeRig, tmp_path: Path) -> Callable[..., Bench]:
+    def make(**options: Any) -> Bench:
+        made = rig(**{"initial": False, **options})
+        model: ServedModel = made.executor._models["default"]
+        idle = asyncio.Event()
+        idle.set()
+        receiver = FileReceiver(tmp_path)
+        rollbacks: list[tuple[str, int]] = []
+        sync = ModelSync(
+            model,
+            receiver,
+            lanes=LaneGate(idle, lambda: 1.0),
+            rollback=lambda name, timeline: rollbacks.append((name, timeline)),
+            tasks=made.tasks,
+            waits=Waits(),
+            counts=made.executor.counts,
+            pull_s=5.0,
+            load_s=5.0,
+        )
+        return Bench(sync, receiver, made.engine, idle, rollbacks, made.executor.counts, made.tasks, made.failures)
+
+    return make
+
+
+def run(make: Callable[..., Bench], test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(15):
+            made = make(**options)
+            await test(made)
+            made.receiver.close()
+            await made.tasks.stop()
+            assert not made.failures
+
+    asyncio.run(bounded())
+
+
+def test_notices_are_pulled_loaded_and_confirmed(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        assert await b.notify(0) == ("loaded", 0)
+        assert await b.notify(1) == ("loaded", 1)
+        assert await b.notify(1) == ("current", 1), "the same digest"
+        assert await b.notify(0) == ("current", 1), "older"
+        assert b.receiver.pulls == [(0, False), (1, False)]
+        assert b.sync.model.serving.digest == read_digest(b.receiver.directory / "v1.safetensors")
+        assert await b.notify(1, digest="ab" * 16) == ("failed", 1), "another digest under the same number is pulled, and must fit"
+        assert b.receiver.pulls[-1] == (1, False)
+
+    run(bench, test)
+
+
+def test_a_new_timeline_rolls_back_with_a_full_pull_and_a_dead_one_is_ignored(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(7)
+        assert not b.rollbacks, "the first load rolls nothing back"
+        assert await b.notify(3, timeline=2) == ("loaded", 3)
+        assert (b.receiver.pulls[-1], b.rollbacks) == ((3, True), [("default", 2)])
+        assert b.sync.model.serving.timeline == 2
+        assert await b.notify(9, timeline=1) == ("current", 3)
+        assert not b.sync.rolling_back
+
+    run(bench, test)
+
+
+def test_between_the_notice_of_a_rollback_and_its_load_no_new_work_is_wanted(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(7)
+        b.receiver.errors = [DigestMismatch("bytes")]
+        assert await b.notify(3, timeline=2) == ("failed", 7)
+        assert b.sync.rolling_back, "also after a failed try"
+        assert await b.notify(3, timeline=2) == ("loaded", 3)
+        assert not b.sync.rolling_back
+
+    run(bench, test)
+
+
+def test_a_failure_leaves_the_old_version_and_the_next_notice_tries_again(bench: Callable[..., Bench]) -> None:
+    """Case G29, the receiver's side: no number moves without its weights."""
+
+    async def test(b: Bench) -> None:
+        await b.notify(1)
+        b.receiver.errors = [DigestMismatch("version 2: wrong bytes")]
+        assert await b.notify(2) == ("failed", 1)
+        assert "wrong bytes" in b.sync.message
+        assert b.sync.staged is not None
+        assert b.sync.staged.version == 1
+        assert await b.notify(3) == ("failed", 1), "the load of 3 fails in the engine"
+        assert b.sync.model.gate._open.is_set(), "the pause always ends"
+        assert await b.notify(3) == ("loaded", 3)
+        assert (b.sync.message, b.counts["weights/failures"]) == ("", 2)
+
+    run(bench, test, fail_loads=[3])
+
+
+def test_a_restarted_engine_gets_what_was_served_not_what_failed(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(1)
+        assert await b.notify(2) == ("failed", 1)
+        assert b.sync.staged.version == 1
+        (b.receiver.directory / "v1.safetensors").unlink()
+        assert b.sync.staged.version == 2, "the only file that is left"
+
+    run(bench, test, fail_loads=[2])
+
+
+def test_notices_coalesce_to_the_newest(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        b.receiver.hold.clear()
+        first = asyncio.create_task(b.notify(0))
+        while not b.receiver.pulls:
+            await asyncio.sleep(0.001)
+        later = [asyncio.create_task(b.notify(version)) for version in (1, 2, 3, 2)]
+        assert await b.notify(0, wait_s=0.01) == ("loading", -1)
+        b.receiver.hold.set()
+        assert {state for state, _ in await asyncio.gather(first, *later)} == {"loaded"}
+        assert [version for version, _ in b.receiver.pulls] == [0, 3]
+
+    run(bench, test)
+
+
+def test_a_superseded_pull_is_no_failure(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(0)
+        b.receiver.errors = [Conflict("version 1 is superseded")]
+        assert await b.notify(1, wait_s=0.05) == ("loading", 0), "the notice that supersedes it is on its way"
+        assert b.counts["weights/failures"] == 0
+        b.receiver.errors = [Conflict("version 1 is superseded")]
+        waiting = asyncio.create_task(b.notify(1))
+        while b.receiver.errors:
+            await asyncio.sleep(0.001)
+        assert await b.notify(2) == ("loaded", 2)
+        assert await waiting == ("loaded", 2)
+
+    run(bench, test)
+
+
+def test_loads_wait_for_lanes_and_skip_to_the_newest(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(0)
+        b.idle.clear()
+        assert await b.notify(1, wait_s=0.02) == ("loading", 0)
+        assert "lane" in b.sync.message
+        assert await b.notify(2, wait_s=0.02) == ("loading", 0)
+        waiting = asyncio.create_task(b.notify(2))
+        b.idle.set()
+        assert await waiting == ("loaded", 2)
+        assert [version for version, _ in b.receiver.pulls] == [0, 2]
+
+    run(bench, test)
+
+
+def test_requests_wait_while_weights_are_loaded_and_running_ones_are_stamped_as_sampled(bench: Callable[..., Bench], rig: MakeRig) -> None:
+    from astraflow.workflows.api import ModelRequest
+
+    async def test(b: Bench) -> None:
+        await b.notify(0)
+        request = ModelRequest(input_ids=[7], max_new_tokens=40, seed=3)
+        call = asyncio.create_task(b.engine.agenerate(request))
+        await asyncio.sleep(0.05)
+        await b.notify(1)
+        response = await call
+        assert response.versions[0] == 0
+        assert response.versions[-1] == 1
+        assert response.versions == sorted(response.versions)
+        assert len(response.output_ids) == 31
+
+    run(bench, test, token_s=0.005, answer_tokens=30, solver="none")
+
+
+def test_an_aborting_engine_continues_under_the_new_weights(bench: Callable[..., Bench]) -> None:
+    from astraflow.workflows.api import ModelRequest
+
+    async def test(b: Bench) -> None:
+        await b.notify(0)
+        call = asyncio.create_task(b.engine.agenerate(ModelRequest(input_ids=[7], max_new_tokens=20, seed=3)))
+        await asyncio.sleep(0.03)
+        await b.notify(1)
+        response = await call
+        assert set(response.versions) == {0, 1}
+        assert len(b.engine.seen) == 2
+        done = len(b.engine.seen[1].input_ids) - 1
+        assert b.engine.seen[1].max_new_tokens == 20 - done
+        assert response.versions[:done] == [0] * done
+
+    run(bench, test, token_s=0.005, answer_tokens=30, solver="none", aborts=True)
+
+
+def test_the_scripted_engine_reads_the_file_and_refuses_a_wrong_digest(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    from astraflow.raas.engines.base import EngineError, Weights
+
+    async def test(b: Bench) -> None:
+        path = tmp_path / "x.safetensors"
+        name = write(path, 5)
+        await b.engine.load(Weights(path=str(path), timeline=1, version=5, digest=name))
+        with pytest.raises(EngineError, match="digest"):
+            await b.engine.load(Weights(path=str(path), timeline=1, version=6, digest="0" * 32))
+        path.write_bytes(b"\xff" * 64)
+        with pytest.raises(EngineError, match="header"):
+            await b.engine.load(Weights(path=str(path), timeline=1, version=6, digest=""))
+        assert b.engine.report().serving.version == 5
+
+    run(bench, test)
