@@ -684,3 +684,49 @@ def test_closing_a_receiver_ends_its_pull(proxied: Callable[..., tuple[Rig, Prox
     puller.join(5)
     assert not puller.is_alive()
     assert "closed" in str(errors[0])
+
+
+def test_an_abandoned_pull_lets_go_of_a_sender_that_is_gone(rig: Callable[..., Rig]) -> None:
+    here = rig()
+    here.publish(0)
+    receiver, errors, stop = here.receiver(), [], threading.Event()
+    gone = here.manager.endpoint
+    here.manager.close()
+
+    def pull() -> None:
+        try:
+            here.pull(receiver, 0, gone, deadline_s=60, stop=stop)
+        except Conflict as error:
+            errors.append(str(error))
+
+    puller = threading.Thread(target=pull)
+    puller.start()
+    receiver.abandon(stop)
+    puller.join(5)
+    assert not puller.is_alive()
+    assert "superseded" in errors[0]
+    here.manager = here.new_manager()
+    here.publish(0)
+    assert_served(here.pull(receiver, 0), contents(0))
+
+
+def test_an_abandoned_pull_stops_in_the_middle_of_a_transfer(proxied: Callable[..., tuple[Rig, Proxy]]) -> None:
+    here, proxy = proxied()
+    proxy.tamper = lambda data, position: time.sleep(0.5) or data
+    receiver, errors, stop = here.receiver(), [], threading.Event()
+
+    def pull() -> None:
+        try:
+            here.pull(receiver, 0, proxy.endpoint, deadline_s=60, stop=stop)
+        except Conflict as error:
+            errors.append(str(error))
+
+    puller = threading.Thread(target=pull)
+    puller.start()
+    here.stat("streams_accepted", 6)
+    receiver.abandon(stop)
+    puller.join(5)
+    assert not puller.is_alive()
+    assert "superseded" in errors[0]
+    proxy.tamper = lambda data, position: data
+    assert_served(here.pull(receiver, 0, proxy.endpoint), contents(0))

@@ -38,7 +38,11 @@ MAX_WAIT_S = 600.0
 class Receiver(Protocol):
     """What is needed of `weights.receiver.WeightReceiver`; blocking, called in a thread."""
 
-    def pull(self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float) -> Any: ...
+    def pull(
+        self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float, stop: threading.Event
+    ) -> Any: ...
+
+    def abandon(self, stop: threading.Event) -> None: ...
 
     def close(self) -> None: ...
 
@@ -87,6 +91,8 @@ class ModelSync:
         self._lock = asyncio.Lock()
         self._wanted: NotifyRaaS | None = None
         self._working_on: NotifyRaaS | None = None
+        self._stop = threading.Event()
+        """Of the notice that is worked on: ends its pull."""
         self._task: asyncio.Task[None] | None = None
         self._timeline = -1
         """Newest timeline that was announced."""
@@ -176,22 +182,29 @@ class ModelSync:
         return newer or same_weights(serving, _named(notice))
 
     def _want(self, notice: NotifyRaaS) -> None:
-        """Keep the newest notice; an older one than what is asked for already says nothing new."""
-        for other in (self._wanted, self._working_on):
+        """Keep the newest notice; an older one than what is asked for already says nothing new.
+
+        A pull from another sender or of a dead timeline is ended: its trainer was restarted, and it would wait for nothing.
+        """
+        running = self._working_on
+        for other in (self._wanted, running):
             if other is not None and (other.timeline, other.version) > (notice.timeline, notice.version):
                 return
-        if self._working_on is not None and _named(self._working_on) == _named(notice):
+        same_sender = running is None or running.sender_endpoint == notice.sender_endpoint
+        if running is not None and same_sender and _named(running) == _named(notice):
             return
         if self._wanted is not None:
             self._counts.add("weights/notices_coalesced")
         self._wanted = notice
+        if running is not None and (running.timeline < notice.timeline or not same_sender):
+            self._receiver.abandon(self._stop)
 
     async def _work(self) -> None:
         """Until no notice is left. Errors end with the notice that met them."""
         async with self._lock:
             while self._wanted is not None:
                 notice, self._wanted = self._wanted, None
-                self._working_on, self._superseded = notice, False
+                self._working_on, self._superseded, self._stop = notice, False, threading.Event()
                 try:
                     await self._apply(notice)
                 except Conflict as error:
@@ -221,7 +234,7 @@ class ModelSync:
         rollback = serving is not None and notice.timeline > serving.timeline
         self.message = f"pulling version {notice.version}"
         with self._waits.waiting(f"raas:{self.model.model_id}", notice.sender_endpoint, self.message, self._pull_s):
-            pull = partial(self._receiver.pull, full=rollback, deadline_s=self._pull_s)
+            pull = partial(self._receiver.pull, full=rollback, deadline_s=self._pull_s, stop=self._stop)
             staged = await in_daemon_thread(lambda: pull(notice.sender_endpoint, notice.version, notice.digest))
         await self._lanes_idle(notice)
         weights = Weights(path=str(Path(staged.path)), timeline=notice.timeline, version=staged.version, digest=staged.digest)

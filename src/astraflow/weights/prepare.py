@@ -71,8 +71,10 @@ class Preparer:
         self.gauges: dict[str, float] = {}
 
     def begin(self, half: int, version: int) -> None:
-        """A half was published."""
-        work = self.work[half] = Work(half, version)
+        """A half was published, or is found again by a new life of the sender (then its digest is known: the manager remembers it)."""
+        held = self._switch.halves[half]
+        assert held is not None, "only what a half holds is prepared"
+        work = self.work[half] = Work(half, version, held.digest)  # read here: a claim may empty the half before the task runs
         self._switch.enter(work.hash_reader, half, time.monotonic())
         self._tasks.spawn(f"prepare {version}", self._prepare(work, self.work.get(1 - half)))
 
@@ -89,12 +91,9 @@ class Preparer:
 
     async def _prepare(self, work: Work, base: Work | None) -> None:
         view, threads = self._memory.half(work.half), self._config.hash_threads
-        held = self._switch.halves[work.half]
-        assert held is not None, "a half with readers is not claimed before its version is prepared"
         began = time.monotonic()
         try:
-            # Known already after a restart of the sender: the manager remembers it.
-            work.digest = held.digest or await self._busy([work.hash_reader], lambda: layout.digest(self._layout, view, threads))
+            work.digest = work.digest or await self._busy([work.hash_reader], lambda: layout.digest(self._layout, view, threads))
             if self._switch.halves[work.half] is not None:  # a writer that waits for us has emptied it
                 self._switch.name(work.half, work.digest)
             self.gauges["digest_s"] = time.monotonic() - began

@@ -27,6 +27,7 @@ from astraflow.protocol import weights as messages
 from astraflow.protocol.errors import (
     AstraFlowError,
     BaseMismatch,
+    Conflict,
     DeadlinePassed,
     DigestMismatch,
     LayoutMismatch,
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 VERDICT_S = 5.0
 """Longest time for telling the sender how a transfer ended; without it the half is released by the sender's own deadline."""
+PAUSE_S = 0.1
+"""How soon a pull that sleeps between two tries notices the end of its receiver."""
 DELTA_TICKETS = 3
 """Delta transfers that may break before the full one is tried; a full one goes on until the deadline."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -104,8 +107,18 @@ class WeightReceiver:
         """The staged file that is held."""
         return None if self._held is None else self._held[0]
 
-    def pull(self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float) -> Staged:
+    def pull(
+        self,
+        sender_endpoint: str,
+        version: int,
+        digest: str,
+        *,
+        full: bool = False,
+        deadline_s: float,
+        stop: threading.Event | None = None,
+    ) -> Staged:
         """Get exactly this version. `digest` empty = whatever the sender published under that number; `full` = no delta.
+        `stop`: what `abandon` ends this pull by.
 
         Raises Conflict when the sender does not have it (superseded, or another digest), DigestMismatch for bytes that stay wrong,
         LayoutMismatch, Unavailable or DeadlinePassed otherwise. `held` changes only when the new file is in place.
@@ -113,7 +126,7 @@ class WeightReceiver:
         if version < 0 or (digest and not _DIGEST.fullmatch(digest)):
             raise WeightError(f"version {version} with digest {digest[:64]!r}: expected a version ≥ 0 and 32 hex digits")
         with self._lock:
-            return self._pull(_Pull(self, sender_endpoint, version, digest, full, deadline_s), version)
+            return self._pull(_Pull(self, sender_endpoint, version, digest, full, deadline_s, stop or threading.Event()), version)
 
     def _pull(self, call: _Pull, version: int) -> Staged:
         try:
@@ -136,6 +149,12 @@ class WeightReceiver:
         self.counters["damaged_chunks"] += counts.damaged_chunks
         self.counters["received_bytes"] += counts.received_bytes
 
+    def abandon(self, stop: threading.Event) -> None:
+        """Nobody needs the running pull any more: it raises Conflict (superseded) soon. `stop` is the one that it was called with."""
+        stop.set()
+        if (fetch := self._fetch) is not None:
+            fetch.abort(_abandoned())
+
     def close(self) -> None:
         """End a running pull (it raises), remove the staged files and close the connections."""
         self._closed.set()
@@ -149,14 +168,21 @@ class WeightReceiver:
                 self._sender = None
 
 
+def _abandoned() -> Conflict:
+    return Conflict("superseded: the pull was abandoned for a newer notice")
+
+
 class _Pull:
     """One call of `pull`."""
 
-    def __init__(self, receiver: WeightReceiver, endpoint: str, version: int, digest: str, full: bool, deadline_s: float):
+    def __init__(
+        self, receiver: WeightReceiver, endpoint: str, version: int, digest: str, full: bool, deadline_s: float, stop: threading.Event
+    ):
         self._receiver, self._endpoint, self._version, self._digest, self._full = receiver, endpoint.rstrip("/"), version, digest, full
         self._began = time.monotonic()
         self._deadline_s = deadline_s
         self._end_s = self._began + deadline_s
+        self._stop = stop
         self._fallback = ""
         self.counts = FetchCounts()
 
@@ -210,8 +236,16 @@ class _Pull:
                 self._pause(pause_s)
 
     def _pause(self, seconds: float) -> None:
-        if self._receiver._closed.wait(seconds):
-            raise WeightError("the receiver is closed")
+        """Sleep, unless the pull is to end. Raises WeightError when the receiver is closed, Conflict when the pull is abandoned."""
+        end = time.monotonic() + seconds
+        while True:
+            if self._receiver._closed.is_set():
+                raise WeightError("the receiver is closed")
+            left = end - time.monotonic()
+            if self._stop.wait(max(0.0, min(left, PAUSE_S))):
+                raise _abandoned()
+            if left <= PAUSE_S:
+                break
 
     def _timeout_s(self) -> float:
         return max(0.05, min(self._receiver.config.io_timeout_s, self._end_s - time.monotonic()))

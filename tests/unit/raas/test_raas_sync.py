@@ -24,6 +24,10 @@ from astraflow.weights.receiver import Staged
 MakeRig = Callable[..., Any]
 
 
+DEAD = "http://dead"
+"""Endpoint of a sender that never answers."""
+
+
 @dataclass
 class FileReceiver:
     """The receiver's contract over files made here: what it stages are real safetensors files."""
@@ -38,14 +42,21 @@ class FileReceiver:
     def __post_init__(self) -> None:
         self.hold.set()
 
-    def pull(self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float) -> Staged:
+    def pull(
+        self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float, stop: threading.Event
+    ) -> Staged:
         self.pulls.append((version, full))
-        assert self.hold.wait(10)
+        while sender_endpoint == DEAD or not self.hold.wait(0.01):
+            if stop.wait(0.01):
+                raise Conflict("superseded: the pull was abandoned")
         if self.errors:
             raise self.errors.pop(0)
         path = self.directory / f"v{version}.safetensors"
         found = write(path, version)
         return Staged(path, version, found, "full" if full else "delta", "", 100, 0.01, 1)
+
+    def abandon(self, stop: threading.Event) -> None:
+        stop.set()
 
     def close(self) -> None:
         self.hold.set()
@@ -70,10 +81,10 @@ class Bench:
     tasks: Tasks
     failures: list[str]
 
-    async def notify(self, version: int, timeline: int = 1, wait_s: float = 5.0, digest: str = "") -> tuple[str, int]:
-        notice = NotifyRaaS(
-            model_id="default", timeline=timeline, version=version, digest=digest, sender_endpoint="http://x", wait_s=wait_s
-        )
+    async def notify(
+        self, version: int, timeline: int = 1, wait_s: float = 5.0, digest: str = "", sender: str = "http://x"
+    ) -> tuple[str, int]:
+        notice = NotifyRaaS(model_id="default", timeline=timeline, version=version, digest=digest, sender_endpoint=sender, wait_s=wait_s)
         outcome = await self.sync.notice(notice)
         serving = self.sync.model.serving
         return outcome.state, -1 if serving is None else serving.version
@@ -195,6 +206,24 @@ def test_notices_coalesce_to_the_newest(bench: Callable[..., Bench]) -> None:
         b.receiver.hold.set()
         assert {state for state, _ in await asyncio.gather(first, *later)} == {"loaded"}
         assert [version for version, _ in b.receiver.pulls] == [0, 3]
+
+    run(bench, test)
+
+
+@pytest.mark.parametrize(("version", "timeline"), [(3, 1), (2, 2)], ids=["the same version again", "a new timeline"])
+def test_a_pull_from_a_sender_that_died_ends_when_its_trainer_is_back_elsewhere(
+    bench: Callable[..., Bench], version: int, timeline: int
+) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(1)
+        waiting = asyncio.create_task(b.notify(3, sender=DEAD))
+        while len(b.receiver.pulls) < 2:
+            await asyncio.sleep(0.001)
+        assert await b.notify(3, wait_s=0.05, sender=DEAD) == ("loading", 1), "the same notice again changes nothing"
+        assert await b.notify(version, timeline) == ("loaded", version)
+        assert (await waiting)[0] in ("loaded", "failed")
+        assert len(b.receiver.pulls) == 3
+        assert b.counts["weights/failures"] == 0
 
     run(bench, test)
 

@@ -1,0 +1,1 @@
+"""One typed experiment from YAML layers and overrides."""

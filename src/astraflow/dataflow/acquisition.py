@@ -1,0 +1,230 @@
+"""DataAcquisition: the submit loop hands out tasks, one collect loop per instance brings results back.
+
+Submission is paced (numerics 6): while any live policy has room, leases go to the instance with most free slots. A lease is
+in the ledger before it is submitted; a result is in the ledger before its delivery is acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
+
+from astraflow.dataflow.intake import Intake
+from astraflow.dataflow.journal import LeaseRow
+from astraflow.dataflow.policies.base import Curator
+from astraflow.dataflow.pool import Held, Instance
+from astraflow.dataflow.shelf import Shelf
+from astraflow.lib.aio import Backoff
+from astraflow.lib.wire_client import Client
+from astraflow.protocol.errors import AstraFlowError
+from astraflow.protocol.rollout import Lease, Pull, PullReply, Serving, Submit, SubmitReply
+from astraflow.protocol.routes import RaaSAPI
+
+LEASES_PER_ROUND = 64
+"""Leases of one transaction and at most of one submit: keeps a round short, so that new versions and deaths are seen."""
+COOL_DOWN_S = 0.5
+"""Pause for an instance that refused a lease although it seemed to have room."""
+CONCURRENT_GROUPS = 64
+"""Groups of one pull; bounds the memory of a reply."""
+
+
+class Fleet(Protocol):
+    """What acquisition needs of the fleet."""
+
+    def client(self, instance_id: str) -> Client | None: ...
+
+    def trouble(self, instance_id: str, reason: str) -> None:
+        """A data-path call failed."""
+        ...
+
+    def receipts(self, instance_id: str, serving: dict[str, Serving]) -> None: ...
+
+
+class DataAcquisition:
+    """Who runs what."""
+
+    def __init__(self, shelf: Shelf, fleet: Fleet, intake: Intake, curator: Curator, workflow_id: str) -> None:
+        self._shelf, self._fleet, self._intake, self._curator = shelf, fleet, intake, curator
+        self._workflow_id = workflow_id
+        self._cool: dict[str, float] = {}
+        self._submitting: set[str] = set()
+
+    # --- submit ---------------------------------------------------------------------------------------------------------
+
+    async def submit_loop(self) -> None:
+        """Runs until cancelled."""
+        shelf = self._shelf
+        while True:
+            blocked = self._blocked()
+            if not blocked:
+                shelf.started = True
+                plan = await self._plan()
+                for instance_id, leases in plan.items():
+                    self._submitting.add(instance_id)
+                    shelf.tasks.spawn(f"submit {instance_id}", self._submit(instance_id, leases))
+                if plan:
+                    continue
+                blocked = self._full()
+            with shelf.waits.waiting("dataflow:submit", *blocked):
+                await shelf.pulse.wait(0.5)
+
+    def _blocked(self) -> tuple[str, str] | None:
+        """(whom, why) acquisition may not go on."""
+        shelf = self._shelf
+        if not shelf.barrier.all_ready:
+            missing = [name for name, state in shelf.barrier.models.items() if not (state.registered or state.done)]
+            return ", ".join(f"trainer:{name}" for name in missing), "expected trainers are not ready"
+        if not any(instance.state == "live" for instance in shelf.pool.instances.values()):
+            return "raas", f"no live instance at the current versions ({len(shelf.pool.instances)} registered)"
+        return None
+
+    def _full(self) -> tuple[str, str]:
+        if self._shelf.source.exhausted and not self._shelf.leases.pending:
+            return "trainers", "every task was handed out"
+        if self.room() < self._shelf.n_samples:
+            return "trainers", "as much is under way as can be trained in time (pace)"
+        if not any(self.room(instance) >= self._shelf.n_samples for instance in self._shelf.pool.instances.values()):
+            return "raas", "instances still serve versions whose rollouts would be stale when their turn comes"
+        return "raas", "no instance has a free place for a group"
+
+    def room(self, instance: Instance | None = None) -> int:
+        """Trajectories that may be admitted now (on this instance): the most that any live policy has room for.
+
+        The version of numerics 6 is the one that the instance really serves when that is older than the service version: a group
+        begun on it is that much older when its turn comes, so admitting it earlier would only generate what is stale when served.
+        """
+        shelf = self._shelf
+        in_flight = shelf.groups_in_flight * shelf.n_samples
+        rooms = [0]
+        for policy in shelf.barrier.live():
+            if policy in shelf.process.policies:
+                version = shelf.barrier.service_version
+                if instance is not None and policy in instance.serving:
+                    version = min(version, instance.serving[policy].version)
+                batch = shelf.barrier.models[policy].batch_size
+                rooms.append(shelf.buffers[policy].room(batch, shelf.n_samples, version, in_flight))
+        return max(rooms)
+
+    def _eligible(self, instance: Instance) -> bool:
+        """It serves all policies of the workflow on their live timelines, and a lease begun on it can be trained in time."""
+        shelf, limit = self._shelf, self._shelf.process.dataflow.buffer.max_staleness
+        if instance.instance_id in self._submitting or self._cool.get(instance.instance_id, 0.0) > shelf.clock():
+            return False
+        for policy in shelf.process.policies:
+            serving = instance.serving.get(policy)
+            lag = shelf.barrier.lag(policy, serving) if serving is not None else None
+            if lag is None or (limit is not None and lag > limit):
+                return False
+        return bool(shelf.leases.pending) or self.room(instance) >= shelf.n_samples
+
+    async def _plan(self) -> dict[str, list[LeaseRow]]:
+        """Choose leases and instances, and write them down."""
+        shelf, n = self._shelf, self._shelf.n_samples
+        plan: dict[str, list[LeaseRow]] = defaultdict(list)
+        new: list[LeaseRow] = []
+        again: list[LeaseRow] = []
+        while len(new) + len(again) < LEASES_PER_ROUND and (instance := shelf.pool.route(n, self._eligible, shelf.clock())) is not None:
+            name = instance.instance_id
+            lease = shelf.leases.next_pending(name)
+            if lease is not None:
+                again.append(lease)
+            else:
+                draw = shelf.source.draw(self._curator) if self.room(instance) >= n else None
+                if draw is None:
+                    break
+                lease = shelf.leases.new(draw, n, shelf.process.seed, tuple(shelf.process.policies), name)
+                new.append(lease)
+            shelf.pool.assign(name, lease.lease_id, lease.attempt, n, shelf.clock())
+            plan[name].append(lease)
+        if new:
+            await shelf.write(shelf.ledger.issue, new, shelf.source_meta())
+        if again:
+            await shelf.write(shelf.ledger.reissue, [(lease.lease_id, lease.attempt, lease.instance) for lease in again])
+        return plan
+
+    async def _submit(self, instance_id: str, rows: list[LeaseRow]) -> None:
+        shelf = self._shelf
+        try:
+            client, held = self._fleet.client(instance_id), shelf.pool.instances.get(instance_id)
+            rows = [r for r in rows if held is not None and r.lease_id in held.held and held.held[r.lease_id].attempt == r.attempt]
+            if client is None or held is None or not rows:
+                return  # it left between plan and call; its leases are to be issued again already
+            request = Submit(leases=[self._lease(row) for row in rows])
+            held.sending.update(row.lease_id for row in rows)
+            try:
+                reply = await client.call(RaaSAPI.submit, request, timeout_s=shelf.process.dataflow.pool.call_timeout_s)
+            finally:
+                held.sending.difference_update(row.lease_id for row in rows)
+            self._verdicts(instance_id, reply)
+        except AstraFlowError as error:
+            self._fleet.trouble(instance_id, f"submit: {error}")  # what it took of it is asked of itself (GET /leases)
+        finally:
+            self._submitting.discard(instance_id)
+            shelf.pulse.fire()
+
+    def _verdicts(self, instance_id: str, reply: SubmitReply) -> None:
+        shelf = self._shelf
+        for verdict in reply.verdicts:
+            if verdict.verdict in ("accepted", "duplicate"):
+                shelf.pool.confirm(instance_id, verdict.lease_id)
+                continue
+            shelf.meter.counts[f"rollout/{verdict.verdict}_leases"] += 1
+            self._cool[instance_id] = shelf.clock() + COOL_DOWN_S
+            if shelf.pool.release(verdict.lease_id, instance_id) is not None:
+                shelf.leases.requeue(verdict.lease_id)
+            if verdict.verdict == "refused":
+                self._fleet.trouble(instance_id, f"refused lease {verdict.lease_id}: {verdict.reason}")
+        shelf.pool.reported(instance_id, reply.free_slots, shelf.clock())
+        self._fleet.receipts(instance_id, reply.serving)
+
+    def _lease(self, row: LeaseRow) -> Lease:
+        shelf = self._shelf
+        return Lease(
+            lease_id=row.lease_id,
+            attempt=row.attempt,
+            task_id=row.task_id,
+            workflow_id=self._workflow_id,
+            n_samples=row.n_samples,
+            data=shelf.leases.data[row.lease_id],
+            seed=row.seed,
+            max_prompt_tokens=shelf.process.train_dataset.max_length,
+            deadline_s=shelf.process.dataflow.pool.lease_deadline_s,
+        )
+
+    async def lost(self, held: Iterable[Held], why: str) -> None:
+        """Leases of an instance that died, or that it forgot: issue them again, or give them up after the last attempt."""
+        shelf, held = self._shelf, list(held)
+        if not held:
+            return
+        given_up = shelf.leases.lost(held)
+        shelf.event(f"{len(held)} leases to be issued again: {why}" + (f"; {len(given_up)} given up" if given_up else ""))
+        if given_up:
+            await shelf.write(shelf.ledger.abandon, given_up, "max_attempts")
+        shelf.pulse.fire()
+
+    # --- collect --------------------------------------------------------------------------------------------------------
+
+    async def collect_loop(self, instance_id: str) -> None:
+        """Pull, write, acknowledge; ends when the instance is gone."""
+        shelf, acks, backoff = self._shelf, list[str](), Backoff()
+        wait_s = shelf.process.dataflow.pool.pull_wait_s
+        while (instance := shelf.pool.instances.get(instance_id)) is not None:
+            client = self._fleet.client(instance_id)
+            if instance.state == "suspect" or client is None:
+                await shelf.pulse.wait(0.5)
+                continue
+            try:
+                request = Pull(ack=acks, max_items=CONCURRENT_GROUPS, wait_s=wait_s)
+                reply = await client.call(RaaSAPI.pull, request, timeout_s=wait_s + shelf.process.dataflow.pool.call_timeout_s)
+            except AstraFlowError as error:
+                self._fleet.trouble(instance_id, f"pull: {error}")
+                await shelf.pulse.wait(backoff.next())
+                continue
+            backoff.reset()
+            acks = await self._received(instance_id, reply)
+
+    async def _received(self, instance_id: str, reply: PullReply) -> list[str]:
+        self._shelf.pool.reported(instance_id, reply.free_slots, self._shelf.clock())
+        self._fleet.receipts(instance_id, reply.serving)
+        return await self._intake.take(instance_id, reply.deliveries) if reply.deliveries else []

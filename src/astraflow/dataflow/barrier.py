@@ -1,0 +1,286 @@
+"""Pure core: versions, timelines, the gate, receipts. Calls in, decisions out; `now` (seconds, monotonic) is an argument.
+
+A timeline of a model is bumped each time its trainer re-attaches at a lower version (or at the same version with other
+bytes), so that a version number of a dead timeline is never mistaken for a live one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from astraflow.protocol.control import NotifyVersion, Ready, TrainerInfo
+from astraflow.protocol.errors import Conflict
+from astraflow.protocol.rollout import Serving
+
+KNOWN_DIGESTS = 64
+"""Digests kept per model: groups hold tokens of at most max_staleness + 1 versions, and slow loads lag a few more."""
+
+
+class ModelState(msgspec.Struct, kw_only=True):
+    """One trainer as Dataflow knows it; persisted as it is."""
+
+    model_id: str
+    registered: bool = False
+    """It has said /ready (also before a Dataflow restart)."""
+    done: bool = False
+    timeline: int = 0
+    version: int = 0
+    digests: dict[int, str] = {}
+    """Version → digest on the live timeline, the newest ones."""
+    batch_size: int = 0
+    checkpoint_version: int = -1
+    sender_endpoint: str = ""
+    tokenizer_hash: str = ""
+    template_hash: str = ""
+    rollbacks: list[tuple[int, int]] = []
+    """(timeline that died, last version it shares with its successor)."""
+
+
+@dataclass(frozen=True)
+class ReadyOutcome:
+    """What /ready changed."""
+
+    timeline: int
+    version: int
+    fresh: bool
+    """The trainer attached for the first time, or again after its end."""
+    bumped: bool
+    rolled_back_to: int | None = None
+    """Rows trained later than this version are to be buffered again or dropped."""
+    commit_through: int | None = None
+    """The checkpoint holds batches up to this name whose notice never came."""
+
+
+@dataclass(frozen=True)
+class NotifyOutcome:
+    """What a notice changed."""
+
+    kind: Literal["new", "duplicate"]
+    first: int = 0
+    """Batches first … version − 1 are committed by it."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Why a gate is closed."""
+
+    waits_for: str
+    why: str
+
+
+@dataclass
+class VersionBarrier:
+    """Versions of all expected models."""
+
+    models: dict[str, ModelState]
+    max_policy_lead: int = 0
+    trainer_deadline_s: float = 900.0
+    _seen: dict[str, float] = field(default_factory=dict)
+    _dead: set[str] = field(default_factory=set)
+    _receipts: dict[tuple[str, str], dict[tuple[int, int], str]] = field(default_factory=dict)
+    """(instance, model) → (timeline, version) → digest, what it has really served."""
+
+    # --- trainers -------------------------------------------------------------------------------------------------------
+
+    def state(self, model_id: str) -> ModelState:
+        """Raises Conflict for a model that the experiment does not name."""
+        if model_id not in self.models:
+            raise Conflict(f"model_id {model_id!r} is not trained in this run; expected one of {', '.join(self.models)}")
+        return self.models[model_id]
+
+    def ready(self, message: Ready, now: float) -> ReadyOutcome:
+        """A trainer attaches: the first time, again (idempotent), or after a rollback."""
+        state = self.state(message.model_id)
+        start = message.version if message.recovered_version is None else message.recovered_version
+        fresh = not state.registered or state.done
+        before, bumped = state.version, False
+        rolled_back: int | None = None
+        commit: int | None = None
+        if state.digests:  # it was attached before
+            other_bytes = start == before and bool(message.digest) and state.digests.get(before, "") not in ("", message.digest)
+            bumped = start < before or other_bytes
+            if bumped:
+                state.rollbacks.append((state.timeline, start - 1 if other_bytes else start))
+                state.timeline, rolled_back = state.timeline + 1, start
+                state.digests = {version: digest for version, digest in state.digests.items() if version < start}
+            elif start > before:
+                commit = start - 1
+        state.registered, state.done = True, False
+        state.version, state.batch_size = start, message.train_batch_size
+        state.sender_endpoint = message.sender_endpoint
+        state.tokenizer_hash, state.template_hash = message.tokenizer_hash, message.template_hash
+        state.checkpoint_version = (
+            min(message.checkpoint_version, start) if bumped else max(state.checkpoint_version, message.checkpoint_version)
+        )
+        self._remember(state, start, message.digest)
+        self.touch(message.model_id, now)
+        return ReadyOutcome(state.timeline, start, fresh, bumped, rolled_back, commit)
+
+    def notify(self, message: NotifyVersion, now: float) -> NotifyOutcome:
+        """A version is published. Duplicates and late ones are harmless; a dead timeline is refused with Conflict."""
+        state = self.state(message.model_id)
+        if not state.registered:
+            raise Conflict(f"model {message.model_id}: version {message.version} before /ready")
+        if message.timeline != state.timeline:
+            raise Conflict(f"model {message.model_id}: timeline {message.timeline} is dead, live is {state.timeline}: call /ready again")
+        self.touch(message.model_id, now)
+        if message.sender_endpoint:
+            state.sender_endpoint = message.sender_endpoint
+        state.checkpoint_version = max(state.checkpoint_version, message.checkpoint_version)
+        if message.version <= state.version:
+            return NotifyOutcome("duplicate")
+        first, state.version = state.version, message.version
+        self._remember(state, message.version, message.digest)
+        return NotifyOutcome("new", first)
+
+    def finish(self, model_id: str, now: float) -> None:
+        """A trainer said /shutdown."""
+        self.state(model_id).done = True
+        self.touch(model_id, now)
+
+    def touch(self, model_id: str, now: float) -> bool:
+        """A call of this trainer came. True when it was taken for dead before."""
+        self._seen[model_id] = now
+        was_dead = model_id in self._dead
+        self._dead.discard(model_id)
+        return was_dead
+
+    def tick(self, now: float) -> list[str]:
+        """Models whose trainer is past its deadline now; each is named once."""
+        late = [m for m in self._attached() if m not in self._dead and now - self._seen.get(m, now) > self.trainer_deadline_s]
+        self._dead.update(late)
+        return late
+
+    def resumed(self, now: float) -> None:
+        """After a Dataflow restart every registered trainer gets its full deadline to call."""
+        self._seen = dict.fromkeys(self._attached(), now)
+
+    # --- the gate -------------------------------------------------------------------------------------------------------
+
+    @property
+    def all_ready(self) -> bool:
+        """Every expected trainer has attached (or ended)."""
+        return all(state.registered or state.done for state in self.models.values())
+
+    @property
+    def all_done(self) -> bool:
+        return all(state.done for state in self.models.values())
+
+    def live(self) -> list[str]:
+        """Models that count for the minimum."""
+        return [model_id for model_id in self._attached() if model_id not in self._dead]
+
+    @property
+    def service_version(self) -> int:
+        """Minimum version over live registered models; with none, over those that remain known."""
+        models = self.live() or [m for m, s in self.models.items() if s.registered] or list(self.models)
+        return min(self.models[model_id].version for model_id in models)
+
+    def gate(self, version: int, model_id: str = "") -> list[Edge]:
+        """Whom a batch of this version still waits for; empty = open."""
+        edges = [
+            Edge(f"trainer:{m}", f"expected trainer {m!r} is not ready") for m, s in self.models.items() if not (s.registered or s.done)
+        ]
+        floor = version - self.max_policy_lead
+        for name in self.live():
+            behind = self.models[name].version
+            if behind < floor and name != model_id:
+                edges.append(
+                    Edge(f"trainer:{name}", f"version {behind} of {name!r} must reach {floor} (max_policy_lead {self.max_policy_lead})")
+                )
+        return edges
+
+    # --- groups and receipts --------------------------------------------------------------------------------------------
+
+    def on_live_timeline(self, model_id: str, timeline: int, max_version: int) -> bool:
+        """False when tokens come from versions that only a dead timeline had."""
+        state = self.models[model_id]
+        if timeline > state.timeline:
+            return False
+        return all(max_version <= shared for died, shared in state.rollbacks if died >= timeline)
+
+    def target(self, model_id: str) -> Serving:
+        """The newest published weights."""
+        state = self.models[model_id]
+        return Serving(timeline=state.timeline, version=state.version, digest=state.digests.get(state.version, ""))
+
+    def is_current(self, model_id: str, serving: Serving | None) -> bool:
+        """True when this receipt names the newest weights; an empty digest on either side is unverified and allowed."""
+        return serving is not None and self.lag(model_id, serving) == 0 and same_digest(serving.digest, self.target(model_id).digest)
+
+    def lag(self, model_id: str, serving: Serving) -> int | None:
+        """Versions behind the newest; None when the receipt belongs to another timeline."""
+        state = self.models[model_id]
+        return state.version - serving.version if serving.timeline == state.timeline else None
+
+    def receipt(self, instance_id: str, model_id: str, serving: Serving) -> str:
+        """Note what an instance serves. Returns a complaint when its digest is not the published one."""
+        if model_id not in self.models:
+            return ""
+        known = self._receipts.setdefault((instance_id, model_id), {})
+        known[(serving.timeline, serving.version)] = serving.digest
+        while len(known) > KNOWN_DIGESTS:
+            del known[next(iter(known))]
+        state = self.models[model_id]
+        wanted = state.digests.get(serving.version, "") if serving.timeline == state.timeline else ""
+        if same_digest(serving.digest, wanted):
+            return ""
+        return f"{instance_id} serves {model_id} version {serving.version} with digest {serving.digest}, published was {wanted}"
+
+    def confirmed(self, instance_id: str, model_id: str, timeline: int, max_version: int) -> bool:
+        """A receipt of this instance shows the published bytes at this version (or, when it moved on unseen, a later one)."""
+        state = self.models[model_id]
+        for (line, version), digest in self._receipts.get((instance_id, model_id), {}).items():
+            if line >= timeline and version >= max_version:
+                wanted = state.digests.get(version, "") if line == state.timeline else ""
+                if same_digest(digest, wanted):
+                    return True
+        return False
+
+    def forget_instance(self, instance_id: str) -> None:
+        """An instance is gone, or came back as a new process."""
+        self._receipts = {key: value for key, value in self._receipts.items() if key[0] != instance_id}
+
+    # --- reports --------------------------------------------------------------------------------------------------------
+
+    def info(self, now: float) -> list[TrainerInfo]:
+        return [
+            TrainerInfo(
+                model_id=model_id,
+                timeline=state.timeline,
+                version=state.version,
+                digest=state.digests.get(state.version, ""),
+                checkpoint_version=state.checkpoint_version,
+                state=self._word(model_id, now),
+                last_seen_s=now - self._seen.get(model_id, now),
+                sender_endpoint=state.sender_endpoint,
+                tokenizer_hash=state.tokenizer_hash,
+            )
+            for model_id, state in self.models.items()
+        ]
+
+    def _word(self, model_id: str, now: float) -> Literal["expected", "live", "late", "dead", "done"]:
+        state = self.models[model_id]
+        if state.done:
+            return "done"
+        if not state.registered:
+            return "expected"
+        if model_id in self._dead:
+            return "dead"
+        return "late" if now - self._seen.get(model_id, now) > self.trainer_deadline_s / 2 else "live"
+
+    def _attached(self) -> list[str]:
+        return [model_id for model_id, state in self.models.items() if state.registered and not state.done]
+
+    def _remember(self, state: ModelState, version: int, digest: str) -> None:
+        state.digests[version] = digest
+        for old in sorted(state.digests)[:-KNOWN_DIGESTS]:
+            del state.digests[old]
+
+
+def same_digest(served: str, published: str) -> bool:
+    """Equal, or one of them unverified."""
+    return not served or not published or served == published

@@ -1,0 +1,214 @@
+"""From a delivery to the queue: examine, decide, write, and only then acknowledge. Groups whose weights have no receipt yet
+are held (bounded by pace, with a deadline), then dropped(unconfirmed)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from astraflow.dataflow.admission import Checked, Share, examine
+from astraflow.dataflow.buffer import Entry, fresh_enough
+from astraflow.dataflow.journal import LeaseRow, Result, Settled, ShareResult, ShareRow
+from astraflow.dataflow.policies.base import Curator, Filter, GroupStats, Shaper
+from astraflow.dataflow.shelf import Shelf, log
+from astraflow.protocol.errors import BadMessage
+from astraflow.protocol.rollout import Delivery
+
+
+@dataclass(frozen=True)
+class HeldShare:
+    """A durable share that waits for the receipt of its newest version."""
+
+    instance_id: str
+    entry: Entry
+    since: float
+
+
+class Intake:
+    """One per service; called by every instance's collect loop."""
+
+    def __init__(self, shelf: Shelf, filters: Sequence[Filter], shapers: Sequence[Shaper], curator: Curator, arrivals: int = 0) -> None:
+        self._shelf, self._filters, self._shapers, self._curator = shelf, filters, shapers, curator
+        self._arrivals = arrivals
+        self.held: dict[tuple[str, str], HeldShare] = {}
+        """(lease, policy) → share."""
+
+    async def take(self, instance_id: str, deliveries: Sequence[Delivery]) -> list[str]:
+        """Returns the deliveries that may be acknowledged: all of them, because what is wanted is durable now."""
+        shelf, wanted = self._shelf, {}
+        for delivery in deliveries:
+            verdict = shelf.leases.verdict(delivery.lease_id, delivery.attempt)
+            if verdict == "wanted" and delivery.lease_id not in wanted:
+                wanted[delivery.lease_id] = delivery
+            else:
+                shelf.meter.counts[f"rollout/{'duplicate' if verdict == 'wanted' else verdict}_deliveries"] += 1
+        if wanted:
+            payloads = [(d, bytes(d.group), shelf.leases.open[d.lease_id]) for d in wanted.values()]
+            examined = await asyncio.to_thread(lambda: [self._examine(*item) for item in payloads])
+            await self._store(instance_id, payloads, examined)
+        return [delivery.delivery_id for delivery in deliveries]
+
+    def _examine(self, delivery: Delivery, payload: bytes, lease: LeaseRow) -> Checked | BadMessage:
+        try:
+            return examine(payload, delivery.lease_id, delivery.attempt, lease.n_samples, self._shelf.process.policies, self._shapers)
+        except BadMessage as error:
+            return error
+
+    async def _store(
+        self, instance_id: str, payloads: Sequence[tuple[Delivery, bytes, LeaseRow]], examined: Sequence[Checked | BadMessage]
+    ) -> None:
+        shelf = self._shelf
+        results: list[Result] = []
+        queued: list[tuple[str, Entry]] = []
+        for (delivery, payload, lease), checked in zip(payloads, examined, strict=True):
+            if shelf.leases.verdict(delivery.lease_id, delivery.attempt) != "wanted":
+                shelf.meter.counts["rollout/superseded_deliveries"] += 1  # its instance was given up while it was decoded
+                continue
+            shelf.leases.close(lease.lease_id)
+            shelf.pool.release(lease.lease_id)
+            shares = self._decide(instance_id, lease, checked, queued)
+            results.append(Result(lease.lease_id, delivery.attempt, payload, shares))
+        shelf.recording += len(results)
+        try:
+            await shelf.write(shelf.ledger.record, results)
+        finally:
+            shelf.recording -= len(results)
+        for model_id, entry in queued:
+            self._queue(model_id, entry)
+        shelf.pulse.fire()
+
+    def _decide(
+        self, instance_id: str, lease: LeaseRow, checked: Checked | BadMessage, queued: list[tuple[str, Entry]]
+    ) -> list[ShareResult]:
+        shelf, now = self._shelf, self._shelf.clock()
+        if isinstance(checked, BadMessage):
+            log.warning("dropped a malformed group from %s: %s", instance_id, checked)
+            for policy in shelf.process.policies:
+                self._note(policy, "malformed")
+            return [ShareResult(policy, "dropped", "malformed") for policy in shelf.process.policies]
+        shelf.meter.group(now, lease.n_samples, checked.tokens)
+        for name, value in checked.group.metrics.items():
+            shelf.group_means.add(name, value)
+        for finish, count in checked.finishes.items():
+            shelf.meter.counts[f"rollout/{finish}"] += count
+        results = []
+        for share in checked.shares:
+            self._arrivals += 1
+            reason = self._reject(share)
+            if share.stats is None or reason:
+                self._note(share.policy, reason)
+                results.append(ShareResult(share.policy, "dropped", reason, share.stats, share.lost, self._arrivals))
+                continue
+            entry = make_entry(lease.lease_id, self._arrivals, share.stats)
+            shelf.buffers[share.policy].pace.accepted += entry.places
+            confirmed = shelf.barrier.confirmed(instance_id, share.policy, entry.timeline, entry.max_version)
+            if confirmed:
+                self._note(share.policy, "")
+                queued.append((share.policy, entry))
+            else:
+                self.held[(lease.lease_id, share.policy)] = HeldShare(instance_id, entry, now)
+            results.append(ShareResult(share.policy, "buffered" if confirmed else "rolled", "", share.stats, share.lost, self._arrivals))
+        return results
+
+    def _reject(self, share: Share) -> str:
+        """Reason to drop a whole share; empty = keep it."""
+        shelf, policy, stats = self._shelf, share.policy, share.stats
+        if stats is None:
+            return "unscored"
+        shelf.meter.reward(sum(stats.values.values()) / stats.size)
+        self._curator.observe(policy, stats)
+        if stats.size < 2 and shelf.process.group_relative.get(policy, True):
+            return "too_few_scored"
+        for rule in self._filters:
+            reason = rule.reject(policy, stats)
+            if reason:
+                return reason
+        buffer = shelf.buffers[policy]
+        return self.unservable(policy, stats.timeline, stats.min_version, stats.max_version) or (
+            "no_room" if len(buffer) + self.held_groups(policy) >= buffer.config.max_groups else ""
+        )
+
+    def unservable(self, model_id: str, timeline: int, min_version: int, max_version: int) -> str:
+        """`dead_timeline`, `stale`, or empty."""
+        shelf = self._shelf
+        if not shelf.barrier.on_live_timeline(model_id, timeline, max_version):
+            return "dead_timeline"
+        version = shelf.barrier.models[model_id].version
+        return "" if fresh_enough(version, min_version, shelf.process.dataflow.buffer.max_staleness) else "stale"
+
+    def _note(self, model_id: str, reason: str) -> None:
+        """Count a group's end at the door for starvation and for /batch's counts; held groups count when they are settled."""
+        tally = self._shelf.rejections[model_id]
+        tally.seen += 1
+        if reason:
+            tally.dropped[reason] += 1
+            tally.in_a_row += 1
+        else:
+            tally.in_a_row, tally.last_accepted = 0, self._shelf.clock()
+
+    def _queue(self, model_id: str, entry: Entry) -> None:
+        shelf = self._shelf
+        added = shelf.buffers[model_id].add(entry, shelf.barrier.models[model_id].version)
+        if not added:  # filled up while it was written: it stays durable and goes in as soon as there is room
+            self.held[(entry.lease_id, model_id)] = HeldShare("", entry, shelf.clock())
+
+    async def reconsider(self) -> None:
+        """Held shares: queue those whose receipt came, drop those past their deadline or no longer servable."""
+        shelf, now = self._shelf, self._shelf.clock()
+        settled: list[Settled] = []
+        queued: list[tuple[str, Entry]] = []
+        for (lease_id, model_id), share in list(self.held.items()):
+            entry, buffer = share.entry, shelf.buffers[model_id]
+            reason = self.unservable(model_id, entry.timeline, entry.min_version, entry.max_version)
+            overdue = now - share.since > shelf.process.dataflow.buffer.hold_s
+            confirmed = not share.instance_id or shelf.barrier.confirmed(share.instance_id, model_id, entry.timeline, entry.max_version)
+            if not reason and confirmed and len(buffer) < buffer.config.max_groups:
+                self._note(model_id, "")
+                settled.append(Settled(lease_id, model_id, "buffered"))
+                queued.append((model_id, entry))
+            elif reason or overdue:
+                reason = reason or ("no_room" if confirmed else "unconfirmed")
+                self._note(model_id, reason)
+                buffer.pace.give_back(entry.places)
+                settled.append(Settled(lease_id, model_id, "dropped", reason))
+            else:
+                continue
+            del self.held[(lease_id, model_id)]
+        if not settled:
+            return
+        shelf.recording += len(settled)
+        try:
+            await shelf.write(shelf.ledger.settle, settled)
+        finally:
+            shelf.recording -= len(settled)
+        for model_id, entry in queued:
+            self._queue(model_id, entry)
+        shelf.pulse.fire()
+
+    def held_places(self, model_id: str) -> int:
+        return sum(share.entry.places for (_, policy), share in self.held.items() if policy == model_id)
+
+    def held_groups(self, model_id: str) -> int:
+        return sum(policy == model_id for _, policy in self.held)
+
+
+def make_entry(lease_id: str, arrival: int, stats: GroupStats) -> Entry:
+    """The queue's view of a share."""
+    return Entry(
+        lease_id=lease_id,
+        arrival=arrival,
+        places=stats.n_samples,
+        rows=stats.size,
+        timeline=stats.timeline,
+        min_version=stats.min_version,
+        max_version=stats.max_version,
+        spread=stats.std,
+        mean=stats.mean,
+        all_equal=stats.all_equal,
+        loss_tokens=stats.loss_tokens,
+    )
+
+
+def entry_of(share: ShareRow) -> Entry:
+    return make_entry(share.lease_id, share.arrival, share.stats)

@@ -1,0 +1,136 @@
+"""Tables and records of the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from astraflow.dataflow.policies.base import GroupStats
+from astraflow.protocol.control import EvalResult
+
+ShareState = Literal["leased", "rolled", "buffered", "served", "trained", "dropped"]
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS leases(
+  lease_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, task_index INTEGER NOT NULL, epoch INTEGER NOT NULL,
+  n_samples INTEGER NOT NULL, seed INTEGER NOT NULL, attempt INTEGER NOT NULL, instance TEXT NOT NULL,
+  state TEXT NOT NULL,          -- open, rolled, closed (given up)
+  place BLOB                    -- segments.Location of the payload
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS leases_open ON leases(state) WHERE state = 'open';
+CREATE TABLE IF NOT EXISTS shares(
+  lease_id TEXT NOT NULL, policy TEXT NOT NULL,
+  n INTEGER NOT NULL,           -- rows made
+  live INTEGER NOT NULL,        -- rows not in `lost`
+  state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+  arrival INTEGER, stats BLOB,
+  timeline INTEGER, version INTEGER,    -- name of the batch that holds it; training it makes version + 1
+  final INTEGER NOT NULL DEFAULT 0,     -- dropped, or trained and in a durable checkpoint
+  kept INTEGER NOT NULL DEFAULT 0,      -- in the replay queue
+  uses INTEGER NOT NULL DEFAULT 0,      -- times replayed
+  PRIMARY KEY(lease_id, policy)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS shares_open ON shares(policy, state) WHERE final = 0;
+CREATE INDEX IF NOT EXISTS shares_kept ON shares(kept) WHERE kept = 1;
+CREATE TABLE IF NOT EXISTS lost(
+  lease_id TEXT NOT NULL, policy TEXT NOT NULL, idx INTEGER NOT NULL, reason TEXT NOT NULL,
+  PRIMARY KEY(lease_id, policy, idx)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS batches(
+  policy TEXT NOT NULL, timeline INTEGER NOT NULL, version INTEGER NOT NULL,
+  state TEXT NOT NULL,          -- served, trained, dead
+  fresh BLOB NOT NULL, replayed BLOB NOT NULL,
+  PRIMARY KEY(policy, timeline, version)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS evals(number INTEGER PRIMARY KEY, result BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """A lease that is open."""
+
+    lease_id: str
+    task_id: str
+    task_index: int
+    epoch: int
+    n_samples: int
+    seed: int
+    attempt: int
+    instance: str
+    policies: tuple[str, ...] = ()
+    """Only needed when it is issued."""
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """What became of one policy's share at the door."""
+
+    policy: str
+    state: Literal["rolled", "buffered", "dropped"]
+    """`rolled` = held until its receipt comes."""
+    reason: str = ""
+    stats: GroupStats | None = None
+    lost: dict[int, str] = field(default_factory=dict)
+    arrival: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A delivered group. The payload is not stored when every share is dropped."""
+
+    lease_id: str
+    attempt: int
+    payload: bytes
+    shares: list[ShareResult]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A later decision on a share that is rolled or buffered."""
+
+    lease_id: str
+    policy: str
+    state: Literal["buffered", "dropped"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A batch by name, and its groups."""
+
+    policy: str
+    timeline: int
+    version: int
+    fresh: list[str]
+    replayed: list[str]
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """A share as it is found again."""
+
+    lease_id: str
+    policy: str
+    state: str
+    live: int
+    n: int
+    arrival: int
+    stats: GroupStats
+    version: int | None
+    instance: str
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a restart finds."""
+
+    meta: dict[str, bytes]
+    leases: list[LeaseRow]
+    shares: list[ShareRow]
+    served: list[BatchRow]
+    evals: list[EvalResult]
+    arrivals: int
+    """Newest arrival number."""

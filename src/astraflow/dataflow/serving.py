@@ -1,0 +1,222 @@
+"""DataServing: batches by name. The same (model, timeline, version) is the same bytes, however often it is asked for.
+
+A batch is assembled by a task of its own, so that a caller who hangs up changes nothing, and is durable before it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from astraflow.dataflow.barrier import Edge
+from astraflow.dataflow.buffer import Entry
+from astraflow.dataflow.collate import Item, collate
+from astraflow.dataflow.intake import Intake
+from astraflow.dataflow.journal import BatchRow, Settled
+from astraflow.dataflow.shelf import Shelf
+from astraflow.protocol import codec
+from astraflow.protocol.batch import Batch, BatchReply, BatchRequest, WaitEdge
+from astraflow.protocol.errors import Conflict
+
+REJECTED_BATCHES = 16
+"""Default starvation limit in batches' worth of groups: dynamic sampling on a hard set needs several, a broken reward none."""
+LONGEST_WAIT_S = 30.0
+
+
+@dataclass
+class OpenBatch:
+    """Served, not committed yet."""
+
+    row: BatchRow
+    fresh: list[Entry]
+    replayed: list[Entry]
+    batch: Batch | None
+    """None after a restart, until it is asked for."""
+    metrics: dict[str, float]
+
+
+class DataServing:
+    """Per-model queues and batch assembly."""
+
+    def __init__(self, shelf: Shelf, intake: Intake) -> None:
+        self._shelf, self._intake = shelf, intake
+        self.open: dict[str, OpenBatch] = {}
+        """Per model, at most one."""
+        self.locks = {model_id: asyncio.Lock() for model_id in shelf.buffers}
+        """Assembly, commit and rollback of one model exclude each other."""
+        self._waiting: dict[str, tuple[Edge, float]] = {}
+        self._assembling: dict[str, asyncio.Task[None]] = {}
+
+    async def batch(self, request: BatchRequest) -> BatchReply:
+        """Long-poll for the batch of this name. Raises Conflict for a version that is trained already."""
+        shelf, model_id = self._shelf, request.model_id
+        shelf.barrier.state(model_id)
+        end = shelf.clock() + min(max(request.wait_s, 0.0), LONGEST_WAIT_S)
+        while True:
+            if shelf.barrier.touch(model_id, shelf.clock()):
+                shelf.event(f"trainer {model_id} is back")
+            answer = await self._answer(request)
+            if isinstance(answer, BatchReply):
+                self._waiting.pop(model_id, None)
+                return answer
+            self._waits(model_id, answer)
+            left = end - shelf.clock()
+            if left <= 0 or shelf.stopping:
+                counts = shelf.rejections[model_id].counts()
+                return BatchReply(kind="wait", reason=answer.why, waits=[*self.edges(), *shelf.waits.edges()], counts=counts)
+            await shelf.pulse.wait(min(left, 1.0))
+
+    async def _answer(self, request: BatchRequest) -> BatchReply | Edge:
+        shelf, model_id = self._shelf, request.model_id
+        state = shelf.barrier.models[model_id]
+        if not state.registered:
+            raise Conflict(f"model {model_id}: /batch before /ready")
+        if request.timeline != state.timeline:
+            reason = f"timeline {request.timeline} of {model_id} is dead, live is {state.timeline}: call /ready again"
+            return BatchReply(kind="stale_timeline", reason=reason)
+        if request.version < state.version:
+            raise Conflict(
+                f"model {model_id}: the batch of version {request.version} is committed, the trainer is at version {state.version}"
+            )
+        if request.version > state.version:
+            return Edge(f"trainer:{model_id}", f"the notice of version {request.version} has not come (known: {state.version})")
+        opened = self.open.get(model_id)
+        if opened is not None:
+            return await self._again(opened)
+        edges = shelf.barrier.gate(request.version, model_id)
+        if edges:
+            return edges[0]
+        if await self._assemble(request):
+            return await self._again(self.open[model_id])
+        return self._none(model_id, state.batch_size)
+
+    async def _again(self, opened: OpenBatch) -> BatchReply:
+        """The bytes that were persisted under this name."""
+        shelf, row = self._shelf, opened.row
+        if opened.batch is None:
+            data = await shelf.write(shelf.ledger.batch_bytes, row.policy, row.timeline, row.version)
+            assert data is not None, f"served batch {row} has no bytes"
+            opened.batch = await asyncio.to_thread(codec.decode, data, Batch)
+        return BatchReply(kind="batch", batch=opened.batch, counts={}, metrics=opened.metrics)
+
+    def _none(self, model_id: str, batch_size: int) -> BatchReply | Edge:
+        """No batch can be made: the end, starvation, or patience."""
+        shelf, config = self._shelf, self._shelf.process.dataflow.buffer
+        tally, queued = shelf.rejections[model_id], len(shelf.buffers[model_id])
+        groups = max(batch_size // shelf.n_samples, 1)
+        if self.at_end and not queued:
+            return BatchReply(kind="end_of_data", reason="every task was used and nothing is in flight", counts=tally.counts())
+        limit = config.max_rejected_groups or REJECTED_BATCHES * groups
+        too_long = tally.in_a_row > 0 and shelf.clock() - tally.last_accepted > config.starvation_s
+        if tally.in_a_row >= limit or too_long:
+            reason = f"{tally.in_a_row} groups in a row were rejected: " + ", ".join(f"{k} {v}" for k, v in tally.counts().items())
+            return BatchReply(kind="starved", reason=reason, counts=tally.counts())
+        return Edge("groups", f"{queued} of {groups} groups are there, {shelf.groups_in_flight} are in flight")
+
+    @property
+    def at_end(self) -> bool:
+        """Every task was handed out, and nothing will come any more."""
+        shelf = self._shelf
+        return shelf.source.exhausted and not shelf.leases.open and not self._intake.held and shelf.recording == 0
+
+    # --- assembly -------------------------------------------------------------------------------------------------------
+
+    async def _assemble(self, request: BatchRequest) -> bool:
+        """True when the batch of this name is open now."""
+        model_id = request.model_id
+        running = self._assembling.get(model_id)
+        if running is None or running.done():
+            running = self._shelf.tasks.spawn(f"assemble {model_id}", self._assemble_locked(request))
+            self._assembling[model_id] = running
+        await asyncio.shield(running)
+        opened = self.open.get(model_id)
+        return opened is not None and (opened.row.timeline, opened.row.version) == (request.timeline, request.version)
+
+    async def _assemble_locked(self, request: BatchRequest) -> None:
+        model_id = request.model_id
+        async with self.locks[model_id]:
+            state = self._shelf.barrier.models[model_id]
+            if (state.timeline, state.version) != (request.timeline, request.version) or model_id in self.open:
+                return
+            await self._expire(model_id, request.version)
+            buffer, n = self._shelf.buffers[model_id], self._shelf.n_samples
+            groups, replayed = buffer.split(state.batch_size, n)
+            if len(buffer) < groups and not (self.at_end and len(buffer)):
+                return
+            fresh, again = buffer.take(groups, replayed, request.version)
+            try:
+                await self._make(request, fresh, again)
+            except Exception:
+                buffer.put_back(fresh)
+                raise
+            buffer.pace.accepted += sum(entry.places for entry in again)
+
+    async def _expire(self, model_id: str, version: int) -> None:
+        shelf = self._shelf
+        stale = shelf.buffers[model_id].expire(version)
+        for entry in stale:
+            shelf.buffers[model_id].pace.give_back(entry.places)
+        shelf.rejections[model_id].dropped["stale"] += len(stale)
+        if stale:
+            await shelf.write(shelf.ledger.settle, [Settled(entry.lease_id, model_id, "dropped", "stale") for entry in stale])
+            shelf.pulse.fire()
+
+    async def _make(self, request: BatchRequest, fresh: list[Entry], again: list[Entry]) -> None:
+        shelf, model_id = self._shelf, request.model_id
+        wanted = [(entry.lease_id, False) for entry in fresh] + [(entry.lease_id, True) for entry in again]
+        found = await shelf.write(shelf.ledger.shares_of, model_id, [lease_id for lease_id, _ in wanted])
+
+        def build() -> tuple[Batch, bytes]:
+            items = [Item(shelf.ledger.payload(lease_id), found[lease_id], replayed) for lease_id, replayed in wanted]
+            batch = collate(items, model_id, request.timeline, request.version)
+            return batch, codec.encode(batch)
+
+        batch, data = await asyncio.to_thread(build)
+        row = BatchRow(
+            policy=model_id,
+            timeline=request.timeline,
+            version=request.version,
+            fresh=[entry.lease_id for entry in fresh],
+            replayed=[entry.lease_id for entry in again],
+        )
+        await shelf.write(shelf.ledger.serve, row, data)
+        metrics = self._metrics(model_id, request.version, fresh, again)
+        self.open[model_id] = OpenBatch(row, fresh, again, batch, metrics)
+        shelf.metrics.log(request.version, metrics, model=model_id)
+        shelf.rejections[model_id].new_batch()
+
+    def _metrics(self, model_id: str, version: int, fresh: list[Entry], again: list[Entry]) -> dict[str, float]:
+        shelf = self._shelf
+        rows = sum(entry.rows for entry in fresh) or 1
+        gaps = [version - entry.min_version for entry in fresh]
+        return {
+            "buffer/groups": float(len(shelf.buffers[model_id])),
+            "buffer/in_flight": float(shelf.groups_in_flight),
+            "buffer/held": float(self._intake.held_groups(model_id)),
+            "buffer/replayed_groups": float(len(again)),
+            "staleness/mean": sum(gap * entry.rows for gap, entry in zip(gaps, fresh, strict=True)) / rows,
+            "staleness/max": float(max(gaps, default=0)),
+            "reward/mean": sum(entry.mean * entry.rows for entry in fresh) / rows,
+            "reward/std": sum(entry.spread * entry.rows for entry in fresh) / rows,
+            "reward/zero_variance_groups": float(sum(entry.all_equal for entry in fresh)),
+            "rollout/groups": float(len(fresh)),
+            "rollout/trajectories": float(sum(entry.rows for entry in fresh)),
+            "rollout/tokens_mean": sum(entry.loss_tokens for entry in fresh) / rows,
+            **{f"rollout/{name}": value for name, value in shelf.meter.rates(shelf.clock()).items()},
+        }
+
+    # --- who waits ------------------------------------------------------------------------------------------------------
+
+    def _waits(self, model_id: str, edge: Edge) -> None:
+        """Keep the time since when the trainer waits for the same one, over all its polls."""
+        old = self._waiting.get(model_id)
+        since = old[1] if old is not None and old[0].waits_for == edge.waits_for else self._shelf.clock()
+        self._waiting[model_id] = (edge, since)
+
+    def edges(self) -> list[WaitEdge]:
+        """Trainers that wait for a batch."""
+        now = self._shelf.clock()
+        return [
+            WaitEdge(who=f"trainer:{model_id}", waits_for=edge.waits_for, why=edge.why, since_s=now - since)
+            for model_id, (edge, since) in self._waiting.items()
+        ]

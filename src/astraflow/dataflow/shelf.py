@@ -1,0 +1,169 @@
+"""What the parts of Dataflow share: the pure cores, the ledger, and a way to wake whoever waits. No decisions are made here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from astraflow.dataflow.barrier import ModelState, VersionBarrier
+from astraflow.dataflow.buffer import RolloutBuffer
+from astraflow.dataflow.config import DataflowProcess
+from astraflow.dataflow.leases import LeaseBook
+from astraflow.dataflow.ledger import Ledger, LedgerThread
+from astraflow.dataflow.pool import RaaSPool
+from astraflow.dataflow.source import TaskSource
+from astraflow.lib.aio import Tasks, Waits
+from astraflow.lib.metrics import Mean, Metrics
+from astraflow.lib.wire import Identity
+
+log = logging.getLogger("astraflow.dataflow")
+T = TypeVar("T")
+
+RATE_WINDOW_S = 60.0
+EVENTS_KEPT = 200
+
+
+class Pulse:
+    """Wakes everybody who waits; they look again at what they wait for. Check and `wait` without an await in between."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the next `fire`, at most this long."""
+        event = self._event
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+
+@dataclass
+class Meter:
+    """Counts since the start, and rates over the last minute."""
+
+    started: float
+    counts: Counter[str] = field(default_factory=Counter)
+    """Trajectories and groups by what happened to them (`rollout/…`)."""
+    _window: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _rewards: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+    """Group means of the newest groups; 512 is a few batches."""
+
+    def group(self, now: float, trajectories: int, tokens: int) -> None:
+        """A group arrived."""
+        self._window.append((now, trajectories, tokens))
+        while self._window and self._window[0][0] < now - RATE_WINDOW_S:
+            self._window.popleft()
+
+    def reward(self, mean: float) -> None:
+        self._rewards.append(mean)
+
+    @property
+    def reward_mean(self) -> float | None:
+        return sum(self._rewards) / len(self._rewards) if self._rewards else None
+
+    def rates(self, now: float) -> dict[str, float]:
+        span = max(min(RATE_WINDOW_S, now - self.started), 1.0)
+        recent = [item for item in self._window if item[0] >= now - RATE_WINDOW_S]
+        return {"trajectories_per_s": sum(i[1] for i in recent) / span, "tokens_per_s": sum(i[2] for i in recent) / span}
+
+
+@dataclass
+class Rejections:
+    """What a model's groups came to since its last batch; decides on starvation."""
+
+    seen: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    in_a_row: int = 0
+    last_accepted: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        return {"seen": self.seen, **{f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())}}
+
+    def new_batch(self) -> None:
+        self.seen, self.dropped = 0, Counter()
+
+
+@dataclass
+class Shelf:
+    """Built once by the service."""
+
+    process: DataflowProcess
+    identity: Identity
+    ledger: Ledger
+    thread: LedgerThread
+    barrier: VersionBarrier
+    pool: RaaSPool
+    leases: LeaseBook
+    source: TaskSource
+    buffers: dict[str, RolloutBuffer]
+    metrics: Metrics
+    tasks: Tasks
+    clock: Callable[[], float] = time.monotonic
+    pulse: Pulse = field(default_factory=Pulse)
+    waits: Waits = field(default_factory=Waits)
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    rejections: dict[str, Rejections] = field(default_factory=dict)
+    staleness: dict[str, Counter[int]] = field(default_factory=dict)
+    steps: dict[str, dict[str, float]] = field(default_factory=dict)
+    meter: Meter = field(init=False)
+    group_means: Mean = field(default_factory=Mean)
+    """Means of what rollout services report per group, since the last metrics line."""
+    recording: int = 0
+    """Groups that are being written: no longer leased, not yet queued."""
+    started: bool = False
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.clock())
+        for model_id in self.buffers:
+            self.rejections[model_id] = Rejections(last_accepted=self.clock())
+            self.staleness[model_id] = Counter()
+
+    @property
+    def n_samples(self) -> int:
+        return self.process.workflow.n_samples
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Leases that are out or about to be issued again."""
+        return len(self.leases.open)
+
+    def event(self, text: str) -> None:
+        """Something happened to a process: shown in /status, newest last."""
+        log.info(text)
+        self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
+
+    async def write(self, function: Callable[..., T], *arguments: Any) -> T:
+        """A ledger call in its own thread; calls run in the order in which they were made."""
+        return await self.thread.call(function, *arguments)
+
+    def versions_meta(self) -> dict[str, bytes]:
+        """The barrier's state as the ledger keeps it."""
+        return {"models": msgspec.msgpack.encode(list(self.barrier.models.values()))}
+
+    def pool_meta(self) -> dict[str, bytes]:
+        return {"instances": msgspec.msgpack.encode([instance.record for instance in self.pool.instances.values()])}
+
+    def source_meta(self) -> dict[str, bytes]:
+        return {"source": msgspec.msgpack.encode(self.source.state), "lease_number": msgspec.msgpack.encode(self.leases.next_number)}
+
+    def reset_pace(self, model_id: str, version: int, served_places: int) -> None:
+        """Count places from here on (a start, a restart, a rollback): what is queued or served now is accepted already."""
+        pace = self.buffers[model_id].pace
+        pace.v_start, pace.accepted = version, self.buffers[model_id].places + served_places
+
+
+def decode_models(data: bytes) -> list[ModelState]:
+    return msgspec.msgpack.decode(data, type=list[ModelState])

@@ -1,0 +1,77 @@
+"""Coming to a running job from outside: as a further rollout service, or just to look."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from astraflow.config.check import typed
+from astraflow.config.experiment import Experiment, Resolved, load_experiment, resolve
+from astraflow.config.load import Layers, parse_scalar, put, split_override
+from astraflow.config.processes import dataflow_url, given_token, raas_process
+from astraflow.launch.names import check_names
+from astraflow.launch.rundir import CONFIG
+from astraflow.lib.auth import read_token
+from astraflow.lib.wire import new_identity
+from astraflow.lib.wire_client import SyncClient
+from astraflow.protocol.control import DataflowStatus
+from astraflow.protocol.errors import AuthError, ConfigError, Unavailable
+from astraflow.protocol.routes import DataflowAPI
+from astraflow.raas.config import RaaSProcess
+
+CALL_S = 10.0
+
+
+def join_process(
+    url: str, *, name: str = "", host: str = "127.0.0.1", token_file: str = "", plugins: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> RaaSProcess:
+    """A further rollout service for the job at `url`, configured by what Dataflow answers and this side's own overrides.
+
+    Only `plugins` given here are imported: nothing that came over the wire names code.
+    Raises Unavailable or AuthError, naming --join or the token, when Dataflow does not answer or does not let us in.
+    """
+    token = given_token(token_file)
+    with SyncClient(url, new_identity("", token)) as client:
+        try:
+            reply = client.call(DataflowAPI.config, timeout_s=CALL_S)
+        except Unavailable as error:
+            raise Unavailable(f"--join {url}: no Dataflow answers there: {error}") from None
+        except AuthError as error:
+            raise AuthError(f"--join {url}: {error}; give the job's token by --token-file or ASTRAFLOW_TOKEN") from None
+    resolved = from_wire(reply.config, [*overrides, f"plugins={list(plugins)}"])
+    check_names(resolved)
+    process = raas_process(resolved, 0, token, url=url)
+    process.run_id = reply.run_id or process.run_id
+    process.instance_id = name or f"raas-{secrets.token_hex(3)}"
+    process.host = host
+    return process
+
+
+def from_wire(config: dict[str, Any], overrides: Sequence[str] = ()) -> Resolved:
+    """A resolved experiment from Dataflow's answer; the path checks of the other machine are done again on this one."""
+    layers = Layers(dict(config))
+    for override in overrides:
+        path, text = split_override(override)
+        put(layers.values, path, parse_scalar(text, path))
+        layers.origins[path], layers.overridden_text[path] = "override", text
+    return resolve(typed(layers, Experiment), layers)
+
+
+def dataflow_status(target: str, token_file: str = "") -> DataflowStatus:
+    """The status of the job at a URL, or of the run in a directory on this machine."""
+    run_id, url, token = "", target, given_token(token_file)
+    if "://" not in target:
+        file = Path(target) / CONFIG if Path(target).is_dir() else Path(target)
+        if not file.is_file():
+            raise ConfigError(f"status {target!r}: neither a URL (http://host:port) nor the directory of a run")
+        experiment = load_experiment([file]).experiment
+        run_id, url = experiment.experiment.run_id, dataflow_url(experiment)
+        own = Path(experiment.launch.token_file or Path(experiment.experiment.run_dir) / "token")
+        token = token or (read_token(own) if own.is_file() else "")
+    with SyncClient(url, new_identity(run_id, token)) as client:
+        try:
+            return client.call(DataflowAPI.status, timeout_s=CALL_S)
+        except Unavailable as error:
+            raise Unavailable(f"status {target}: no Dataflow answers at {url}: {error}") from None

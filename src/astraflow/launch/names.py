@@ -1,0 +1,106 @@
+"""Names of the plug-in families, looked up without loading what they name.
+
+Checked before anything is started, so that a misspelt name is one line on the terminal and not a dead process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from astraflow.config.check import nearest
+from astraflow.config.experiment import Experiment, Resolved, workflow_sections
+from astraflow.lib.registry import Registry, import_attr
+from astraflow.protocol.errors import ConfigError, UnknownName
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "workflows": ("astraflow.workflows:WORKFLOWS",),
+    "rewards": ("astraflow.rewards:REWARDS",),
+    "datasets": ("astraflow.datasets:DATASETS",),
+    "engines": ("astraflow.raas.engines:ENGINES",),
+    "backends": ("astraflow.trainer.backends:BACKENDS",),
+    "policies": (
+        "astraflow.dataflow.policies:FILTERS",
+        "astraflow.dataflow.policies:CURATORS",
+        "astraflow.dataflow.policies:SHAPERS",
+    ),
+    "filters": ("astraflow.dataflow.policies:FILTERS",),
+    "curators": ("astraflow.dataflow.policies:CURATORS",),
+    "shapers": ("astraflow.dataflow.policies:SHAPERS",),
+    "advantages": ("astraflow.trainer.algorithms:ADVANTAGES",),
+    "losses": ("astraflow.trainer.algorithms:LOSSES",),
+}
+"""Family → registries. Their modules hold literal tables only and import neither torch nor what they name."""
+
+
+def registries(family: str) -> list[Registry]:
+    """The registries of a family. Raises UnknownName for a family that does not exist."""
+    if family not in FAMILIES:
+        raise UnknownName(f"{family!r} is no family of names{nearest(family, list(FAMILIES))}; known: {', '.join(FAMILIES)}")
+    return [import_attr(target) for target in FAMILIES[family]]
+
+
+def names(family: str) -> list[str]:
+    """All names of a family, sorted."""
+    return sorted({name for registry in registries(family) for name in registry.names()})
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Import the modules of `plugins:`; their decorators write into the registries. Raises ConfigError naming the entry."""
+    for index, module in enumerate(modules):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"plugins.{index}: {module!r} cannot be imported: {error}") from None
+
+
+def check_names(resolved: Resolved) -> None:
+    """Raise ConfigError naming the field and the closest known name for every name that nobody registered."""
+    import_plugins(resolved.experiment.plugins)
+    for path, family, name, local in named(resolved.experiment):
+        if ":" in name:
+            _check_attribute(path, name, resolved)
+            continue
+        known = sorted({*names(family), *local})
+        if name not in known:
+            origin = f" ({resolved.origins[path]})" if path in resolved.origins else ""
+            hint = f"{nearest(name, known)}; known {family}: {', '.join(known)}"
+            raise ConfigError(f"{resolved.written(path)}: {name!r} is unknown{hint}{origin}")
+
+
+def named(experiment: Experiment) -> Iterator[tuple[str, str, str, Iterable[str]]]:
+    """(dotted path, family, name, further names known to this experiment) of every plug-in that an experiment names."""
+    raas = experiment.raas
+    for path, workflow in workflow_sections(experiment).items():
+        yield f"{path}.workflow", "workflows", workflow.workflow, raas.workflows
+        if workflow.reward:
+            yield f"{path}.reward", "rewards", workflow.reward, raas.reward_functions
+    yield "train_dataset.loader", "datasets", experiment.train_dataset.loader, ()
+    for name, valid in experiment.valid_datasets.items():
+        yield f"valid_datasets.{name}.loader", "datasets", valid.loader, ()
+    yield "raas.engine.kind", "engines", raas.engine.kind, ()
+    for policy, trainer in experiment.trainer.items():
+        yield f"trainer.{policy}.backend", "backends", trainer.backend, ()
+        yield f"trainer.{policy}.algorithm.advantage", "advantages", trainer.algorithm.advantage, ()
+        yield f"trainer.{policy}.algorithm.loss", "losses", trainer.algorithm.loss, ()
+    for kind in ("filter", "curator", "shaper"):
+        for choice in _choices(getattr(experiment.dataflow.policies, kind)):
+            yield f"dataflow.policies.{kind}", f"{kind}s", choice, ()
+
+
+def _choices(value: Any) -> Iterator[str]:
+    for item in value if isinstance(value, list) else [value]:
+        yield str(item.get("name", "")) if isinstance(item, Mapping) else str(item)
+
+
+def _check_attribute(path: str, target: str, resolved: Resolved) -> None:
+    """`module:attr` is imported by the process that uses it; here only its spelling is looked at."""
+    module = target.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(f"{resolved.written(path)}: {target!r}: there is no module {module!r} ({resolved.origins.get(path, 'default')})")

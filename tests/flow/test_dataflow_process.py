@@ -1,0 +1,212 @@
+"""A real Dataflow process between scripted rollout services and a trainer that speak the routes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from astraflow.dataflow.config import DataflowProcess
+from astraflow.datasets.config import ValidDatasetConfig
+from astraflow.protocol import codec, control
+from astraflow.protocol.errors import ConfigError, Conflict, Unavailable
+from astraflow.protocol.routes import DataflowAPI
+
+_spec = importlib.util.spec_from_file_location("peers", Path(__file__).with_name("peers.py"))
+assert _spec is not None
+assert _spec.loader is not None
+peers: Any = importlib.util.module_from_spec(_spec)
+sys.modules["peers"] = peers
+_spec.loader.exec_module(peers)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Any]:
+    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
+    process.workflow.n_samples = 4
+    pool = process.dataflow.pool
+    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 2.0, 1.0
+    made = peers.Stage(tmp_path, process)
+    yield made
+    made.end()
+
+
+def adds_up(ledger: control.LedgerCounts) -> bool:
+    return ledger.made == ledger.trained + sum(ledger.dropped.values()) + sum(ledger.in_flight.values())
+
+
+def test_batches_flow_and_the_same_name_is_the_same_bytes(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0", "--lose-every", "3")
+    trainer = peers.Trainer(stage.url)
+    assert trainer.ready(digest="first").timeline == 0
+    for _ in range(5):
+        first = trainer.batch()
+        assert first.kind == "batch"
+        again = trainer.ask()
+        assert codec.encode(first.batch) == codec.encode(again.batch)
+        assert len(first.batch.group_ids) == 2
+        trainer.seen += first.batch.trajectory_ids
+        assert trainer.notify().trained == 8
+    assert len(set(trainer.seen)) == 40, "a lost pull reply was delivered again, and nothing was trained twice"
+    with pytest.raises(Conflict, match="is committed"):
+        trainer.ask(version=2)
+    status = trainer.status()
+    assert adds_up(status.ledger)
+    assert status.ledger.trained == 40
+    assert sum(status.staleness["default"].values()) == 40
+    assert max(status.staleness["default"]) <= 2
+    trainer.shutdown()
+    assert stage.children["dataflow"].wait(10) == 0
+    assert stage.children["r0"].wait(10) == 0
+
+
+def test_kill_of_dataflow_loses_nothing_and_serves_the_same_batch_again(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0")
+    stage.raas("r1")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    for round_number in range(3):
+        trainer.step()
+        before = trainer.batch()
+        stage.kill("dataflow")
+        stage.dataflow()
+        after = trainer.batch(deadline_s=8.0)
+        assert codec.encode(before.batch) == codec.encode(after.batch), f"round {round_number}"
+        trainer.step()
+        trainer.step()
+    assert len(set(trainer.seen)) == len(trainer.seen) == 9 * 8
+    status = trainer.status()
+    assert adds_up(status.ledger)
+    assert status.ledger.trained == 9 * 8
+    trainer.shutdown()
+    assert stage.children["dataflow"].wait(10) == 0
+
+
+def test_leases_of_a_dead_instance_run_elsewhere(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("slow", "--delay", "60")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    peers.until(lambda: any(i.in_flight for i in trainer.status().instances), 10, "leases on the slow instance")
+    stage.raas("r1")
+    stage.kill("slow")
+    for _ in range(3):
+        trainer.step()
+    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], 10, "the dead instance is out")
+    status = trainer.status()
+    assert any("slow is out of the pool" in event for event in status.events)
+    assert adds_up(status.ledger)
+    assert "max_attempts" not in status.ledger.dropped
+
+
+def test_a_trainer_that_comes_back_lower_gets_a_new_timeline_and_its_rows_again(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    trainer.step()
+    trainer.step()
+    trainer.batch()
+    second = peers.Trainer(stage.url)
+    assert second.ready(recovered=1).timeline == 1
+    assert trainer.ask().kind == "stale_timeline"
+    with pytest.raises(Conflict, match="timeline 0 is dead"):
+        trainer.notify()
+    second.step()
+    second.step()
+    assert len(set(second.seen)) == 16
+    assert not set(second.seen) & set(trainer.seen[:8]), "batch 0 is part of version 1 and is not trained again"
+    status = second.status()
+    assert adds_up(status.ledger)
+    assert status.ledger.trained == 24
+
+
+def test_one_epoch_ends_with_a_partial_batch_and_then_says_so(stage: Any) -> None:
+    stage.process.train_dataset.repeat = 1
+    stage.dataflow(n_tasks=7)
+    stage.raas("r0")
+    trainer = peers.Trainer(stage.url, batch_size=16)
+    trainer.ready()
+    assert [len(trainer.step().batch.group_ids) for _ in range(2)] == [4, 3]
+    assert trainer.batch().kind == "end_of_data"
+    assert trainer.status().ledger.trained == 28
+
+
+def test_rejected_groups_end_in_a_starvation_report_and_shutdown_works(stage: Any) -> None:
+    stage.process.dataflow.policies.filter = "filter_zero_adv"
+    stage.process.dataflow.buffer.max_rejected_groups = 20
+    stage.dataflow()
+    stage.raas("r0", "--reward", "zero")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    reply = trainer.batch()
+    assert reply.kind == "starved"
+    assert reply.counts["dropped/zero_variance"] >= 20
+    drawn = trainer.status().tasks_drawn
+    peers.until(lambda: trainer.status().tasks_drawn > drawn, 5, "new prompts are drawn all the same")
+    assert adds_up(trainer.status().ledger)
+    trainer.shutdown()
+    assert stage.children["dataflow"].wait(10) == 0
+
+
+def test_two_policies_advance_together(stage: Any) -> None:
+    stage.process.models = ["solver", "checker"]
+    stage.dataflow()
+    stage.raas("r0", "--policies", "solver,checker")
+    solver, checker = (peers.Trainer(stage.url, model_id=name) for name in ("solver", "checker"))
+    solver.ready()
+    assert solver.ask(wait_s=0.3).waits[0].waits_for == "trainer:checker"
+    checker.ready()
+    for _ in range(3):
+        solver.step()
+        reply = solver.ask(wait_s=0.3)
+        assert reply.kind == "wait"
+        assert reply.waits[0].waits_for == "trainer:checker"
+        checker.step()
+    assert adds_up(solver.status().ledger)
+    solver.shutdown()
+    checker.shutdown()
+    assert stage.children["dataflow"].wait(10) == 0
+
+
+def test_evaluations_run_in_a_pinned_lane_and_never_reach_the_buffer(stage: Any) -> None:
+    stage.process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=2)}
+    stage.process.dataflow.eval.at_start = True
+    stage.dataflow()
+    stage.raas("r0")
+    trainer = peers.Trainer(stage.url)
+    assert trainer.ready().eval_at_start
+    trainer.step()
+    trainer.step(run_eval=True)
+    trainer.step()
+
+    def results() -> Any:
+        reply = trainer.client.call(DataflowAPI.eval_results, control.EvalResultsRequest(wait_s=1.0), timeout_s=5.0)
+        return reply.results if not reply.running else None
+
+    first, second = peers.until(results, 15, "two evaluations")
+    assert first.versions["default"].version == 0
+    assert second.versions["default"].version in (2, 3)
+    assert first.metrics["avg@2"] == 0.5
+    assert first.metrics["pass@2"] == 1.0
+    assert first.metrics["pass@4"] is None
+    assert first.missing == 0
+    assert not any(name.startswith("eval") for name in trainer.seen)
+
+
+def test_a_url_that_does_not_answer_is_refused_in_one_line(stage: Any) -> None:
+    stage.dataflow()
+    trainer = peers.Trainer(stage.url)
+    trainer.status()
+    request = control.RegisterRaaS(instance_id="ghost", url="http://127.0.0.1:9", models=["default"], total_slots=8)
+    for error in (Unavailable, Unavailable, ConfigError):
+        with pytest.raises(error, match=r"url: http://127.0.0.1:9 .* does not answer"):
+            trainer.client.call(DataflowAPI.register_raas, request, timeout_s=10.0)
+    assert msgspec.json.encode(trainer.client.call(DataflowAPI.raas_pool, timeout_s=5.0).instances) == b"[]"

@@ -1,0 +1,291 @@
+"""The parts of the service together, without sockets: deliveries in, batches out."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from astraflow.dataflow.config import DataflowProcess
+from astraflow.dataflow.service import AstraFlowService
+from astraflow.datasets.api import Task
+from astraflow.protocol import codec
+from astraflow.protocol.batch import BatchReply, BatchRequest
+from astraflow.protocol.control import NotifyVersion, Ready, RegisterRaaS
+from astraflow.protocol.errors import ConfigError, Conflict
+from astraflow.protocol.rollout import Delivery, Serving
+
+_spec = importlib.util.spec_from_file_location("dataflow_groups", Path(__file__).with_name("groups.py"))
+assert _spec is not None
+assert _spec.loader is not None
+made: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(made)
+
+
+class Bench:
+    """A service whose instance and trainer are this test."""
+
+    def __init__(self, run_dir: Path, n_tasks: int = 100, change: Callable[[DataflowProcess], None] | None = None) -> None:
+        process = DataflowProcess(run_id="r", run_dir=str(run_dir), models=["m"])
+        process.workflow.n_samples = 2
+        if change is not None:
+            change(process)
+        self.service = AstraFlowService(process, [Task(f"t{i}", {"i": i}) for i in range(n_tasks)], {})
+        self.shelf = self.service.shelf
+        self.timeline = 0
+
+    async def start(self, version: int = 0) -> Bench:
+        reply = await self.service.trainers.ready(
+            Ready(model_id="m", train_batch_size=4, sender_endpoint="", version=version, digest=f"d{version}", recovered_version=version)
+        )
+        self.timeline = reply.timeline
+        self.shelf.pool.register(RegisterRaaS(instance_id="r", url="http://r", models=["m"], total_slots=64, incarnation="one"), 0.0)
+        self.serves(version)
+        self.shelf.pool.catch_up(lambda instance: True)
+        return self
+
+    def serves(self, version: int, digest: str = "") -> None:
+        self.service.fleet.receipts("r", {"m": Serving(timeline=self.timeline, version=version, digest=digest or f"d{version}")})
+
+    async def lease(self) -> list[str]:
+        plan = await self.service.acquisition._plan()
+        return [row.lease_id for rows in plan.values() for row in rows]
+
+    async def deliver(self, lease_id: str, rewards: Sequence[float | None], version: int = 0, attempt: int = 1) -> list[str]:
+        members = [made.trajectory(i, reward, [version, version]) for i, reward in enumerate(rewards)]
+        group = made.group(members, lease_id, timeline=self.timeline)
+        group.attempt = attempt
+        delivery = Delivery(delivery_id=f"{lease_id}/{attempt}", lease_id=lease_id, attempt=attempt, group=msgspec.Raw(codec.encode(group)))
+        return await self.service.intake.take("r", [delivery])
+
+    async def ask(self, version: int, wait_s: float = 0.0) -> BatchReply:
+        return await self.service.serving.batch(BatchRequest(model_id="m", timeline=self.timeline, version=version, wait_s=wait_s))
+
+    async def train(self, version: int, checkpoint: int = -1) -> int:
+        message = NotifyVersion(model_id="m", timeline=self.timeline, version=version, digest=f"d{version}", checkpoint_version=checkpoint)
+        return (await self.service.trainers.notify(message)).trained
+
+    def close(self) -> None:
+        """As kill -9 would: nothing is said to anybody."""
+        self.shelf.thread.close()
+        self.shelf.ledger.check()
+        self.shelf.ledger.close()
+        self.shelf.metrics.close()
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+
+
+def test_accepted_and_rejected_account_for_every_submission(tmp_path: Path, case: Any) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, change=lambda p: setattr(p.dataflow.policies, "filter", "filter_zero_adv")).start()
+        leases = (await bench.lease())[:4]
+        for number, lease_id in enumerate(leases):
+            await bench.deliver(lease_id, [0.0, 0.0] if number == 0 else [0.0, 1.0])
+        expected = case("G24")["expected"]["values"]["a"]
+        assert len(bench.shelf.buffers["m"]) == expected["accepted"]
+        assert bench.shelf.rejections["m"].dropped["zero_variance"] == expected["rejected"]
+        bench.close()
+
+    run(scene)
+
+
+def test_a_rejecting_workflow_starves_with_counts_and_in_flight_returns_to_zero(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, change=lambda p: setattr(p.dataflow.buffer, "max_rejected_groups", 12)).start()
+        for _ in range(4):
+            for lease_id in await bench.lease():
+                await bench.deliver(lease_id, [None, None])
+        reply = await bench.ask(0)
+        assert reply.kind == "starved"
+        assert reply.counts["dropped/unscored"] == reply.counts["seen"] == 24
+        assert bench.shelf.groups_in_flight == 0
+        assert bench.shelf.pool.in_flight == 0
+        assert await bench.lease(), "new prompts are drawn all the same"
+        bench.close()
+
+    run(scene)
+
+
+def test_pace_gives_places_back_and_refuses_the_group_too_many(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        leases = await bench.lease()
+        assert len(leases) == 6, "(max_staleness 2 + 1) · batch 4 / n 2"
+        await bench.deliver(leases[0], [None, None])
+        assert len(await bench.lease()) == 1
+        for lease_id in leases[1:3]:
+            await bench.deliver(lease_id, [0.0, 1.0])
+        assert await bench.lease() == []
+        assert (await bench.ask(0)).kind == "batch"
+        await bench.train(1)
+        assert await bench.lease() == [], "begun on version 0 they would be stale when their turn comes"
+        bench.serves(1)
+        assert len(await bench.lease()) == 2
+        bench.close()
+
+    run(scene)
+
+
+def test_a_data_set_smaller_than_a_batch_is_trained_on_and_then_ends(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, n_tasks=3, change=lambda p: setattr(p.train_dataset, "repeat", 1)).start()
+        leases = await bench.lease()
+        for lease_id in leases:
+            await bench.deliver(lease_id, [0.0, 1.0])
+        sizes = []
+        for version in (0, 1):
+            reply = await bench.ask(version)
+            assert reply.batch is not None
+            sizes.append(len(reply.batch.group_ids))
+            await bench.train(version + 1)
+        assert sizes == [2, 1]
+        assert (await bench.ask(2)).kind == "end_of_data"
+        bench.close()
+
+    run(scene)
+
+
+def test_groups_of_unconfirmed_weights_wait_for_the_receipt_or_the_deadline(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        first, second = (await bench.lease())[:2]
+        await bench.train(1)
+        bench.serves(1, digest="other bytes")
+        await bench.deliver(first, [0.0, 1.0], version=1)
+        await bench.service.intake.reconsider()
+        assert bench.service.intake.held_groups("m") == 1
+        assert bench.shelf.ledger.snapshot.in_flight["rolled"] == 2
+        bench.serves(1)
+        await bench.service.intake.reconsider()
+        assert len(bench.shelf.buffers["m"]) == 1
+        await bench.train(2)
+        await bench.deliver(second, [0.0, 1.0], version=2)
+        accepted = bench.shelf.buffers["m"].pace.accepted
+        bench.shelf.process.dataflow.buffer.hold_s = 1e-9
+        await bench.service.intake.reconsider()
+        assert bench.shelf.ledger.snapshot.dropped == {"unconfirmed": 2}
+        assert bench.shelf.buffers["m"].pace.accepted == accepted - 2
+        bench.close()
+
+    run(scene)
+
+
+def test_duplicates_and_superseded_attempts_are_acknowledged_and_not_used(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        first, second = (await bench.lease())[:2]
+        assert await bench.deliver(first, [0.0, 1.0]) == [f"{first}/1"]
+        assert await bench.deliver(first, [0.0, 1.0]) == [f"{first}/1"]
+        await bench.service.acquisition.lost([bench.shelf.pool.release(second)], "test")  # type: ignore[list-item]
+        assert await bench.deliver(second, [0.0, 1.0], attempt=1) == [f"{second}/1"]
+        assert second in await bench.lease()
+        await bench.deliver(second, [0.0, 1.0], attempt=2)
+        assert len(bench.shelf.buffers["m"]) == 2
+        assert bench.shelf.meter.counts["rollout/duplicate_deliveries"] == 1
+        assert bench.shelf.meter.counts["rollout/superseded_deliveries"] == 1
+        bench.close()
+
+    run(scene)
+
+
+def test_a_restart_in_the_middle_keeps_queue_leases_pace_and_bytes(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        leases = await bench.lease()
+        for lease_id in leases[:4]:
+            await bench.deliver(lease_id, [0.0, 1.0])
+        before = await bench.ask(0)
+        await bench.service.save()
+        ledger = bench.shelf.ledger.snapshot
+        bench.close()
+        again = Bench(tmp_path)
+        assert again.shelf.ledger.snapshot == ledger
+        assert codec.encode((await again.ask(0)).batch) == codec.encode(before.batch)
+        assert set(again.shelf.leases.open) == set(leases[4:])
+        assert len(again.shelf.buffers["m"]) == 2
+        assert again.shelf.buffers["m"].pace.accepted == 8
+        assert again.service.acquisition.room() == 12 - 8 - 4
+        assert again.shelf.source.state.drawn == 6
+        assert await again.train(1) == 4
+        again.close()
+
+    run(scene)
+
+
+def test_after_a_rollback_old_tokens_are_kept_and_dead_ones_dropped(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        for version in range(3):
+            for lease_id in (await bench.lease())[:2]:
+                await bench.deliver(lease_id, [0.0, 1.0], version=version)
+            await bench.ask(version)
+            await bench.train(version + 1, checkpoint=1)
+            bench.serves(version + 1)
+        assert bench.shelf.ledger.snapshot.trained == 12
+        again = await bench.service.trainers.ready(Ready(model_id="m", train_batch_size=4, sender_endpoint="", recovered_version=1))
+        assert again.timeline == 1
+        assert bench.shelf.ledger.snapshot.trained == 4, "batch 0 is in the checkpoint"
+        assert len(bench.shelf.buffers["m"]) == 2, "batch 1 was sampled at version 1, which the checkpoint holds"
+        assert bench.shelf.ledger.snapshot.dropped == {"dead_timeline": 4}, "batch 2 was sampled by weights that are gone"
+        assert (await bench.ask(1)).kind == "stale_timeline"
+        bench.timeline = 1
+        assert (await bench.ask(1)).kind == "batch"
+        bench.close()
+
+    run(scene)
+
+
+def test_a_version_that_is_committed_or_unknown_is_told_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(tmp_path)
+        with pytest.raises(Conflict, match="before /ready"):
+            await bench.ask(0)
+        await bench.start()
+        for lease_id in (await bench.lease())[:2]:
+            await bench.deliver(lease_id, [0.0, 1.0])
+        await bench.ask(0)
+        await bench.train(1)
+        with pytest.raises(Conflict, match="version 0 is committed, the trainer is at version 1"):
+            await bench.ask(0)
+        early = await bench.ask(2)
+        assert early.kind == "wait"
+        assert "notice of version 2" in early.reason
+        with pytest.raises(Conflict, match="not trained in this run"):
+            await bench.service.serving.batch(BatchRequest(model_id="x", timeline=0, version=0))
+        bench.close()
+
+    run(scene)
+
+
+def test_a_batch_size_that_is_no_multiple_of_the_group_is_refused(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(tmp_path)
+        with pytest.raises(ConfigError, match="train_batch_size: 3"):
+            await bench.service.trainers.ready(Ready(model_id="m", train_batch_size=3, sender_endpoint=""))
+        bench.close()
+
+    run(scene)
+
+
+def test_stale_groups_are_dropped_when_they_would_be_served(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, change=lambda p: setattr(p.dataflow.buffer, "max_staleness", 0)).start()
+        one, two = await bench.lease()
+        await bench.deliver(one, [0.0, 1.0])
+        await bench.train(1)
+        await bench.deliver(two, [0.0, 1.0])
+        assert bench.shelf.ledger.snapshot.dropped == {"stale": 2}, "at the door"
+        assert (await bench.ask(1)).kind == "wait"
+        assert bench.shelf.ledger.snapshot.dropped == {"stale": 4}
+        bench.serves(1)
+        assert len(await bench.lease()) == 2, "the places are free again"
+        bench.close()
+
+    run(scene)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from astraflow.protocol.errors import UnknownName
+from astraflow.rewards.api import REWARDS, AsyncRewardWrapper, RewardError, load_reward
+
+sys.path.insert(0, str(Path(__file__).parent))  # the workers find the plug-in the way the parent does
+PLUGIN = ("reward_plugin",)
+Give = Callable[..., Awaitable[float | str | None]]
+
+
+@contextlib.asynccontextmanager
+async def pool(name: str, **settings: object) -> AsyncIterator[tuple[AsyncRewardWrapper, Give]]:
+    """The wrapper, and a call that returns the score or the error's kind."""
+    import reward_plugin  # noqa: F401  the registry of this process needs the name too
+
+    wrapper = AsyncRewardWrapper(name, plugins=PLUGIN, **settings)  # type: ignore[arg-type]
+
+    async def give(completion: str, **data: object) -> float | str | None:
+        try:
+            return await wrapper("", completion, [1], [2], **data)
+        except RewardError as error:
+            return error.kind
+
+    try:
+        yield wrapper, give
+    finally:
+        await wrapper.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def ticker(gaps: list[float]) -> None:
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(0.1)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+
+
+async def pathological_batch(name: str, batch: list[tuple[str, dict[str, object]]], deadline_s: float, workers: int) -> None:
+    async with pool(name, workers=workers, deadline_s=deadline_s) as (wrapper, give):
+        gaps: list[float] = []
+        tick = asyncio.create_task(ticker(gaps))
+        start = time.monotonic()
+        verdicts = await asyncio.gather(*(give(text, **data) for text, data in batch))
+        assert verdicts == ["timeout"] * 4 + [1.0] * 4
+        assert time.monotonic() - start < 20
+        tick.cancel()
+        assert max(gaps) < 0.5, "the loop kept ticking"
+        assert len(wrapper.pids()) <= workers
+        start = time.monotonic()
+        assert await give(*[batch[-1][0]], **batch[-1][1]) == 1.0
+        assert time.monotonic() - start < 2
+        before = [cpu_seconds(pid) for pid in wrapper.pids()]
+        await asyncio.sleep(0.3)
+        assert max(cpu_seconds(pid) - used for pid, used in zip(wrapper.pids(), before, strict=True)) < 0.1, "nobody spins on"
+        assert wrapper.counts == {"timeout": 4, "scored": 5, "restarts": 4}
+
+
+def test_a_pathological_answer_costs_one_verdict_and_not_the_pool(case):
+    given = case("G04")["input"]
+    batch = [(row["completion"], {"answer": row["gold"]}) for row in given["batch"] for _ in range(row["repeat"])]
+    asyncio.run(pathological_batch("math_verify", batch, given["reward_timeout_s"], given["pool_workers"]))
+
+
+def test_a_reward_that_spins_for_ever_is_killed_while_others_go_on(case):
+    given = case("G04")["input"]
+    batch: list[tuple[str, dict[str, object]]] = [(text, {}) for text in ["HANG"] * 4 + ["ok"] * 4]
+    asyncio.run(pathological_batch("hang_or_one", batch, given["reward_timeout_s"], given["pool_workers"]))
+
+
+def test_a_dying_worker_a_raising_reward_and_a_bad_value_are_told_apart():
+    async def play() -> None:
+        async with pool("hang_or_one", workers=1, deadline_s=10) as (wrapper, give):
+            assert await give("DIE") == "crash"
+            assert await give("RAISE") == "exception"
+            assert await give("MEMORY") == "exception"
+            assert await give("x", value="good") == "exception"
+            assert await give("x", value=float("nan")) == "exception"
+            assert await give("x", value=None) is None
+            assert await give("PRINT") == 1.0
+            assert await give("x", value=True) == 1.0
+            assert wrapper.counts == {"crash": 1, "exception": 4, "unscored": 1, "scored": 2, "restarts": 1}
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one():
+    async def play() -> None:
+        async with pool("hang_or_one", workers=1, deadline_s=30) as (wrapper, give):
+            assert await give("x", value=1) == 1.0
+            hung = asyncio.create_task(give("HANG"))
+            await asyncio.sleep(0.05)
+            hung.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hung
+            assert await give("x", value=3) == 3.0
+            assert wrapper.counts["restarts"] == 1
+
+    asyncio.run(play())
+
+
+def test_closing_ends_the_workers_and_the_calls_in_flight():
+    async def play() -> None:
+        async with pool("hang_or_one", workers=2, deadline_s=30) as (wrapper, give):
+            await wrapper.start()
+            pids = wrapper.pids()
+            assert len(pids) == 2
+            hung = asyncio.create_task(give("HANG"))
+            await asyncio.sleep(0.05)
+            await wrapper.close()
+            assert await asyncio.wait_for(hung, 5) == "crash"
+            assert wrapper.pids() == []
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+            assert await give("x") == "crash"
+
+    asyncio.run(play())
+
+
+def test_a_reward_that_cannot_be_imported_says_so():
+    async def play() -> None:
+        wrapper = AsyncRewardWrapper("hang_or_one", workers=1, plugins=("no_such_plugin",))
+        with pytest.raises(RewardError, match="no_such_plugin"):
+            await wrapper("", "x", [], [])
+        await wrapper.close()
+
+    asyncio.run(play())
+
+
+def test_cheap_rewards_run_inline_without_any_process():
+    async def play() -> None:
+        async with pool("inline_length", workers=2) as (wrapper, give):
+            assert await give("four") == 4.0
+            assert await give("RAISE") == "exception"
+            assert wrapper.pids() == []
+        async with pool("exact_match") as (wrapper, give):
+            assert await give("4", answer="4") == 1.0
+            assert wrapper.pids() == []
+
+    asyncio.run(play())
+
+
+def test_names_resolve_and_wrong_ones_name_the_closest():
+    assert load_reward("astraflow.rewards.text:exact_match") is REWARDS.get("exact_match")
+    for name in REWARDS.names():
+        assert callable(load_reward(name))
+    with pytest.raises(UnknownName, match="math_verify"):
+        AsyncRewardWrapper("math_verfy")
