@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from astraflow.lib.log import ERROR_MARK
 from astraflow.protocol.errors import AstraFlowError, ConfigError, ProtocolError, Refused, Retryable, UserError
 
 if TYPE_CHECKING:
-    from astraflow.config.experiment import Resolved
+    from collections.abc import Mapping
 
-ERROR_MARK = "astraflow: error: "
-"""In front of the one line of a mistake; the supervisor looks for it in the logs of its children."""
+    from astraflow.config.experiment import Resolved
+    from astraflow.weights.config import ModelConfig
+
 MISTAKES = (UserError, Refused, ProtocolError)
 """What starting again would not cure: exit status 2."""
 
@@ -46,6 +48,7 @@ def run(recipe: Recipe, resume: Annotated[bool, typer.Option("--resume", help="C
     from astraflow.launch.local import LocalRun
     from astraflow.launch.names import check_names
     from astraflow.launch.plan import RunBook, plan
+    from astraflow.launch.preflight import preflight
     from astraflow.launch.rundir import CONFIG, run_directory
     from astraflow.launch.watch import Watch
     from astraflow.lib.wire import new_identity
@@ -54,7 +57,7 @@ def run(recipe: Recipe, resume: Annotated[bool, typer.Option("--resume", help="C
     files, overrides = split_arguments(recipe)
     resolved = load_experiment(files, overrides)
     check_names(resolved)
-    local_models(resolved)
+    preflight(resolved, local_models(resolved.experiment.models))  # fetched once, so that the processes need not wait for each other
     with run_directory(resolved, resume=resume) as run_dir:
         experiment = resolved.experiment
         specs = plan(experiment, str(run_dir / CONFIG), sys.executable, cores=os.cpu_count() or 1)
@@ -106,8 +109,7 @@ def raas(
     else:
         resolved = process_config(config, overrides)
         process = raas_process(resolved, index, cluster_token(resolved.experiment, token_file))
-    for model in process.models.values():
-        localise(model)
+    process.models = local_models(process.models)
     from astraflow.raas.service import run as run_service
 
     raise typer.Exit(run_service(process))
@@ -121,12 +123,14 @@ def trainer(
 ) -> None:
     """Start one trainer and its sender agent."""
     from astraflow.config.processes import cluster_token, trainer_process
+    from astraflow.launch.preflight import check_model
 
     resolved = process_config(config, overrides)
     if not policy and len(resolved.policies) > 1:
         raise ConfigError(f"--policy: expected one of {', '.join(resolved.policies)}")
     process = trainer_process(resolved, policy or resolved.policies[0], cluster_token(resolved.experiment))
-    localise(process.model)
+    process.model = local_models({process.model_id: process.model})[process.model_id]
+    check_model(f"models.{process.model_id}", process.model)
     from astraflow.trainer.main import run as run_service
 
     raise typer.Exit(run_service(process))
@@ -224,24 +228,23 @@ def process_config(file: str, overrides: list[str] | None) -> Resolved:
     return resolved
 
 
-def local_models(resolved: Resolved) -> None:
-    """Fetch models once before the processes start, so that they do not wait for each other's download."""
+def local_models(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The models with every scheme replaced by the HF directory in the cache, fetched now if need be. Raises ConfigError."""
+    import msgspec
+
     from astraflow.tools.smollm2 import SCHEME, ensure
 
-    for model in resolved.experiment.models.values():
-        for path in {model.path, model.tokenizer_path}:
+    found = {}
+    for name, model in models.items():
+        local = {field: getattr(model, field) for field in ("path", "tokenizer_path")}
+        for field, path in local.items():
             if path.startswith(SCHEME):
-                typer.echo(f"model {path}: {ensure(path)}")
-
-
-def localise(model: Any) -> None:
-    """Replace a scheme by the HF directory in the cache."""
-    from astraflow.tools.smollm2 import SCHEME, ensure
-
-    if model.path.startswith(SCHEME):
-        model.path = str(ensure(model.path))
-    if model.tokenizer_path.startswith(SCHEME):
-        model.tokenizer_path = str(ensure(model.tokenizer_path))
+                try:
+                    local[field] = str(ensure(path))
+                except UserError as error:
+                    raise ConfigError(f"models.{name}.{field}: {error}") from None
+        found[name] = msgspec.structs.replace(model, **local)
+    return found
 
 
 def panel_of(resolved: Resolved) -> Any:

@@ -118,6 +118,7 @@ class ScriptedRaaS:
 
     async def register_workflow(self, request: rollout.RegisterWorkflow) -> rollout.RegisterWorkflowReply:
         self.workflows.append(request.workflow_id)
+        self.lanes.clear()  # a new Dataflow never ends the lanes of the one before
         return rollout.RegisterWorkflowReply(workflow_id=request.workflow_id, total_workflows=len(self.workflows))
 
     async def submit(self, request: rollout.Submit) -> rollout.SubmitReply:
@@ -184,6 +185,9 @@ class ScriptedRaaS:
             self.put_off[request.model_id] = wanted
             await asyncio.sleep(min(request.wait_s, 0.2))
             return weights.NotifyRaaSReply(state="loading", serving=self.serving)
+        before = self.serving.get(request.model_id)
+        if before is not None and request.timeline > before.timeline:  # a rollback: what the dead timeline produces is dropped
+            await self.cancel(rollout.CancelLeases(lease_ids=[*self.running, *(d.lease_id for d, _ in self.outbox.values())]))
         self.serving = {**self.serving, request.model_id: wanted}
         return weights.NotifyRaaSReply(state="loaded", serving=self.serving)
 

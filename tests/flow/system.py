@@ -278,7 +278,6 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(GONE_S)
-        self.nothing_left()
 
 
 class Stage:
@@ -287,7 +286,7 @@ class Stage:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._runs: list[Run] = []
-        self._others: list[subprocess.Popen[bytes]] = []
+        self.others: list[subprocess.Popen[bytes]] = []
 
     def run(self, recipe: str | Path, *overrides: str, name: str = "run", resume: bool = False) -> Run:
         """Start `astraflow run` in the background."""
@@ -299,8 +298,8 @@ class Stage:
 
     def astraflow(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Another command beside a run."""
-        process = self._start(self.directory / f"beside-{len(self._others)}.txt", *arguments)
-        self._others.append(process)
+        process = self._start(self.directory / f"beside-{len(self.others)}.txt", *arguments)
+        self.others.append(process)
         return process
 
     def _start(self, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -311,12 +310,14 @@ class Stage:
             return subprocess.Popen(argv, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def close(self) -> None:
-        for process in self._others:
+        for process in self.others:
             if process.poll() is None:
                 process.kill()
             process.wait(GONE_S)
         for run in self._runs:
             run.close()
+        for run in self._runs:  # several runs may share a directory
+            run.nothing_left()
 
 
 def version(status: DataflowStatus, policy: str) -> int:

@@ -18,7 +18,7 @@ from astraflow.protocol.errors import Unavailable
 from astraflow.protocol.routes import DataflowAPI
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "tests" / "data" / "chars-model"
+MODEL = ROOT / "assets" / "tiny" / "solver"
 RECIPE = """\
 experiment: {name: bad, run_dir: RUN}
 models: {default: {path: MODEL}}

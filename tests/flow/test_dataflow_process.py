@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import signal
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,3 +213,109 @@ def test_a_url_that_does_not_answer_is_refused_in_one_line(stage: Any) -> None:
         with pytest.raises(error, match=r"url: http://127.0.0.1:9 .* does not answer"):
             trainer.client.call(DataflowAPI.register_raas, request, timeout_s=10.0)
     assert msgspec.json.encode(trainer.client.call(DataflowAPI.raas_pool, timeout_s=5.0).instances) == b"[]"
+
+
+def test_an_instance_that_freezes_inside_an_evaluation_is_replaced_and_dataflow_lives(stage: Any) -> None:
+    stage.process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=2)}
+    stage.process.dataflow.eval.at_start = True
+    stage.process.dataflow.pool.status_timeout_s = 1.0
+    stage.dataflow()
+    frozen = stage.raas("r0", "--delay", "60")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, 10, "an instance")[0].url, trainer.client.identity)
+    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=5.0).lanes, 10, "an open lane")
+    frozen.send_signal(signal.SIGSTOP)
+    stage.raas("r1")
+    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], 20, "the frozen instance is out")
+    request = control.EvalResultsRequest(wait_s=1.0)
+    (result,) = peers.until(lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=5.0).results, 20, "its result")
+    assert result.missing == 0
+    assert stage.children["dataflow"].poll() is None
+    trainer.step()
+
+
+def test_what_an_instance_drops_at_a_rollback_runs_again_without_waiting_for_a_heartbeat(stage: Any) -> None:
+    stage.process.dataflow.pool.heartbeat_s = 60.0
+    stage.dataflow()
+    stage.raas("r0", "--delay", "0.5")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    trainer.step()
+    peers.until(lambda: any(i.in_flight for i in trainer.status().instances), 10, "leases of the timeline that dies")
+    second = peers.Trainer(stage.url)
+    assert second.ready(recovered=0).timeline == 1
+    second.step()
+    second.step()
+    status = second.status()
+    assert adds_up(status.ledger)
+    assert any("does not hold them" in event for event in status.events)
+
+
+def test_sigterm_leaves_the_run_as_it_is_and_the_next_process_goes_on(stage: Any) -> None:
+    stage.dataflow()
+    raas = stage.raas("r0")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    trainer.step()
+    before = trainer.batch()
+    child = stage.children["dataflow"]
+    child.terminate()
+    assert child.wait(10) == 0
+    assert raas.poll() is None, "instances are told to end by /shutdown only"
+    stage.dataflow()
+    assert codec.encode(trainer.batch().batch) == codec.encode(before.batch)
+    trainer.step()
+    assert len(set(trainer.seen)) == len(trainer.seen) == 16
+
+
+def test_an_evaluation_that_a_kill_interrupts_is_run_again_and_reported_once(stage: Any) -> None:
+    stage.process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=2)}
+    stage.process.dataflow.eval.at_start = True
+    stage.dataflow()
+    stage.raas("r0", "--delay", "0.5")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, 10, "an instance")[0].url, trainer.client.identity)
+    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=5.0).lanes, 10, "an open lane")
+    stage.kill("dataflow")
+    stage.dataflow()
+    trainer.step()
+    request = control.EvalResultsRequest(wait_s=1.0)
+    ask = lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=5.0)  # noqa: E731
+    peers.until(lambda: not ask().running, 15, "the evaluation")
+    assert [(r.dataset, r.missing) for r in ask().results] == [("heldout", 0)]
+    assert adds_up(trainer.status().ledger)
+
+
+def test_both_policies_find_their_batches_again_after_a_kill(stage: Any) -> None:
+    stage.process.models = ["solver", "checker"]
+    stage.dataflow()
+    stage.raas("r0", "--policies", "solver,checker")
+    solver, checker = (peers.Trainer(stage.url, model_id=name) for name in ("solver", "checker"))
+    solver.ready()
+    checker.ready()
+    solver.step()
+    before = checker.batch()
+    stage.kill("dataflow")
+    stage.dataflow()
+    assert codec.encode(checker.batch().batch) == codec.encode(before.batch)
+    for _ in range(2):
+        checker.step()
+        solver.step()
+    status = solver.status()
+    assert adds_up(status.ledger)
+    assert status.ledger.trained == 8 * 5
+
+
+def test_status_is_json_for_whoever_asks_plainly(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    trainer.step()
+    with urllib.request.urlopen(f"{stage.url}/status", timeout=5.0) as reply:
+        status = json.loads(reply.read())
+    assert status["ledger"]["trained"] == 8
+    assert status["staleness"]["default"] == {"0": 8}
+    assert status["trainers"][0]["version"] == 1

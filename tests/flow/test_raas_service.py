@@ -208,6 +208,20 @@ def test_workflows_that_raise_return_none_or_hang_are_results(start: Start) -> N
     run(test())
 
 
+def test_the_lanes_of_a_dataflow_that_was_restarted_end_with_the_first_call_of_its_next_life(start: Start) -> None:
+    async def test() -> None:
+        raas = start()
+        await raas.up()
+        await raas("eval_start", EvalStart(lane="e", versions={"default": Serving(timeline=0, version=0, digest="")}, deadline_s=300))
+        await raas("leases")
+        assert (await raas("status")).lanes == ["e"]
+        async with Client(raas.url, new_identity(raas.process.run_id, raas.process.token)) as next_life:
+            await next_life.call(RaaSAPI.leases, timeout_s=5.0)
+        assert (await raas("status")).lanes == []
+
+    run(test())
+
+
 def test_status_answers_while_a_load_is_slow_and_the_lane_pins_versions(start: Start, tmp_path: Path) -> None:
     """Real weights: a sender, a receiver, and loads put off by an evaluation lane."""
     torch = pytest.importorskip("torch")
@@ -288,12 +302,12 @@ def publish(manager: Any, torch: Any, version: int) -> str:
 class FakeDataflow:
     """The two routes of registration; everything else of Dataflow is not there."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, token: str = "") -> None:
         self.calls: list[Message] = []
         self.failures = 1
         handlers: dict[str, Handler] = dict.fromkeys(table(DataflowAPI), self._nothing)
         handlers.update(register_raas=self._register, deregister_raas=self._deregister)
-        self.server = Server("dataflow", DataflowAPI, handlers, new_identity("test"), port=port)
+        self.server = Server("dataflow", DataflowAPI, handlers, new_identity("test", token), port=port)
 
     async def _nothing(self, request: Message) -> Message:
         raise UnknownName("not here")
@@ -314,8 +328,8 @@ class FakeDataflow:
 
 
 @asynccontextmanager
-async def dataflow(port: int) -> AsyncIterator[FakeDataflow]:
-    fake = FakeDataflow(port)
+async def dataflow(port: int, token: str = "") -> AsyncIterator[FakeDataflow]:
+    fake = FakeDataflow(port, token)
     await fake.server.start()
     try:
         yield fake
@@ -344,6 +358,21 @@ def test_it_registers_whenever_dataflow_comes_and_again_with_a_new_one(start: St
             raas.child.signal(signal.SIGTERM)
             assert await raas.ended() == 0
             assert isinstance(second.calls[-1], DeregisterRaaS)
+
+    run(test())
+
+
+@pytest.mark.parametrize("fields", [{"token": "wrong"}, {"run_id": "another"}], ids=str)
+def test_a_wrong_token_or_run_is_final(start: Start, tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def test() -> None:
+        port = free_port()
+        async with dataflow(port, "right") as fake:
+            raas = start(**{"token": "right", "dataflow_url": http_url("127.0.0.1", port), **fields})
+            assert await raas.ended(20.0) == 2
+            assert not fake.calls
+        lines = [line for line in (tmp_path / "out.log").read_text().splitlines() if "ERROR" in line]
+        assert len(lines) == 1, lines
+        assert "dataflow_url" in lines[0]
 
     run(test())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -24,12 +25,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from astraflow.lib.net import split_host_port
-from astraflow.lib.wire import Identity, new_identity
+from astraflow.lib.wire import Identity, Server, new_identity
 from astraflow.lib.wire_client import SyncClient
 from astraflow.protocol import weights as messages
-from astraflow.protocol.errors import AuthError, ConfigError, Conflict, DigestMismatch, LayoutMismatch, RemoteError, Retryable, WeightError
+from astraflow.protocol.errors import (
+    AuthError,
+    ConfigError,
+    Conflict,
+    DeadlinePassed,
+    DigestMismatch,
+    LayoutMismatch,
+    RemoteError,
+    Retryable,
+    WeightError,
+)
 from astraflow.protocol.message import PROTOCOL_VERSION
-from astraflow.protocol.routes import SenderAPI
+from astraflow.protocol.routes import SenderAPI, table
+from astraflow.weights import control, layout
 from astraflow.weights.config import WeightsConfig
 from astraflow.weights.delta import MAGIC
 from astraflow.weights.manager import WeightManager
@@ -590,6 +602,57 @@ def test_a_transfer_survives_the_death_of_its_sender(proxied: Callable[..., tupl
     assert here.manager.endpoint == endpoint, "the same address after a restart"
 
 
+def test_both_halves_and_the_way_between_them_survive_a_restart_of_the_sender(rig: Callable[..., Rig]) -> None:
+    here = rig()
+    early = here.receiver("early")
+    for version in range(3):
+        here.publish(version)
+        if version == 1:
+            here.pull(early, 1)
+    victim = here.manager.sender_pid
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: here.manager.sender_pid not in (0, victim), "a new sender")
+    for version in (2, 1):
+        assert_served(here.pull(here.receiver(f"late-{version}"), version), contents(version))
+        assert here.manager.published(version, 5) == here.digests[version]
+    staged = here.pull(early, 2)
+    assert_served(staged, contents(2))
+    assert (staged.mode, staged.fallback) == ("delta", "")
+    here.publish(3)
+    assert_served(here.pull(early, 3), contents(3))
+
+
+def test_a_sender_that_is_stuck_is_killed_when_the_writer_needs_its_half(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "GRACE_S", 5.0)  # a restart takes up to a few seconds on a busy machine
+    here = rig(reader_wait_s=0.1)
+    receiver = here.receiver()
+    here.publish(0)
+    here.publish(1)
+    stuck = here.manager.sender_pid
+    os.kill(stuck, signal.SIGSTOP)
+    here.publish(2)
+    assert here.manager.sender_pid != stuck
+    assert_served(here.pull(receiver, 2), contents(2))
+
+
+def test_the_wait_for_a_digest_has_a_deadline(rig: Callable[..., Rig]) -> None:
+    here = rig()
+    here.publish(0)
+    with pytest.raises(DeadlinePassed, match="digest of version 7"):
+        here.manager.published(7, 0.05)
+
+
+def test_a_file_that_an_engine_may_still_need_is_kept_for_one_more_pull(rig: Callable[..., Rig]) -> None:
+    here = rig()
+    receiver = here.receiver()
+    files = []
+    for version in range(4):
+        here.publish(version)
+        files.append(here.pull(receiver, version, keep=files[0] if version == 2 else None).path)
+        wanted = {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [2, 3]}[version]
+        assert [number for number, path in enumerate(files) if path.exists()] == wanted
+
+
 def test_a_sender_that_keeps_dying_stops_the_run(rig: Callable[..., Rig]) -> None:
     here = rig(max_restarts=1)
     here.publish(0)
@@ -664,6 +727,62 @@ def test_a_port_that_is_taken_is_one_line_for_the_user(rig: Callable[..., Rig]) 
         here = rig(port=port)
         with pytest.raises(ConfigError, match=rf"weights: cannot listen on 127\.0\.0\.1:{port}"):
             here.publish(0)
+
+
+SHAPE = layout.build([("w", (5000,), "BF16")])
+TICKET: dict[str, Any] = {
+    "transfer_id": "t", "mode": "full", "version": 1, "digest": "ab" * 16, "size_bytes": 10_000, "chunk_bytes": 4096,
+    "chunk_hashes": [1, 2, 3], "stream_port": 9, "deadline_s": 60.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_bytes": 1, "chunk_hashes": [0] * 10_000}, {"chunk_bytes": 0}, {"chunk_bytes": -4096},
+        {"chunk_bytes": 1 << 40, "chunk_hashes": [1]},
+        {"chunk_hashes": []}, {"chunk_hashes": [1] * 4}, {"size_bytes": 9_999}, {"size_bytes": -10_000}, {"size_bytes": 1 << 50},
+        {"stream_port": 0}, {"stream_port": 70_000}, {"digest": "cd" * 16}, {"digest": "../.."}, {"version": 2}, {"mode": "delta"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_ticket_that_was_not_asked_for_or_is_out_of_bounds_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    async def nothing(request: Any) -> Any:
+        raise Conflict("not here")
+
+    async def info(request: Any) -> messages.BufferInfo:
+        return messages.BufferInfo(
+            model_id="policy",
+            version=1,
+            digest="ab" * 16,
+            layout_hash=SHAPE.hash,
+            size_bytes=SHAPE.size_bytes,
+            tensors=list(SHAPE.tensors),
+            stream_port=9,
+        )
+
+    async def register(request: messages.RegisterReceiver) -> messages.RegisterReceiverReply:
+        return messages.RegisterReceiverReply(layout_hash=SHAPE.hash, stream_port=9, max_streams=4)
+
+    async def ticket(request: messages.TransferRequest) -> messages.TransferTicket:
+        return messages.TransferTicket(**{**TICKET, **changes})
+
+    async def test() -> None:
+        handlers: dict[str, Any] = dict.fromkeys(table(SenderAPI), nothing)
+        handlers |= {"get_buffer_info": info, "register_receiver": register, "request_transfer": ticket}
+        server = Server("sender", SenderAPI, handlers, new_identity("run-1"))
+        await server.start()
+        receiver = WeightReceiver("policy", "raas-0", tmp_path, WeightsConfig(), new_identity("run-1"))
+        try:
+            with pytest.raises((WeightError, DigestMismatch)):
+                await asyncio.to_thread(receiver.pull, server.url, 1, "ab" * 16, deadline_s=5.0)
+            assert receiver.held is None
+            assert list((tmp_path / "policy").iterdir()) == [], "nothing was allocated for it"
+        finally:
+            receiver.close()
+            await server.stop(1.0)
+
+    asyncio.run(test())
 
 
 def test_closing_a_receiver_ends_its_pull(proxied: Callable[..., tuple[Rig, Proxy]]) -> None:

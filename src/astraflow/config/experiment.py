@@ -206,6 +206,9 @@ def _cross_check(experiment: Experiment, layers: Layers) -> None:
     for path, part in generation_sections(experiment).items():
         if part.n_samples > experiment.raas.slots:
             raise refuse(f"{path}.n_samples", f"{part.n_samples} is more than raas.slots = {experiment.raas.slots}: no group fits")
+    token_file = experiment.launch.token_file
+    if token_file and not Path(token_file).is_file():
+        raise refuse("launch.token_file", f"{token_file!r}: no such file; leave it empty for <run_dir>/token, which is made when needed")
     _check_sampling(experiment, refuse)
     _check_datasets(experiment, refuse)
 

@@ -99,11 +99,10 @@ class DataAcquisition:
         rooms = [0]
         for policy in shelf.barrier.live():
             if policy in shelf.process.policies:
-                version = shelf.barrier.service_version
-                if instance is not None and policy in instance.serving:
-                    version = min(version, instance.serving[policy].version)
-                batch = shelf.barrier.models[policy].batch_size
-                rooms.append(shelf.buffers[policy].room(batch, shelf.n_samples, version, in_flight))
+                version, batch = shelf.barrier.service_version, shelf.barrier.models[policy].batch_size
+                serving = instance.serving.get(policy) if instance is not None else None
+                lag = max(version - serving.version, 0) if serving is not None else 0
+                rooms.append(shelf.buffers[policy].room(batch, shelf.n_samples, version, in_flight, lag))
         return max(rooms)
 
     def _eligible(self, instance: Instance) -> bool:

@@ -44,7 +44,7 @@ class Checked:
     """Trajectories by finish."""
 
 
-def check_group(data: bytes, lease_id: str, attempt: int, n_samples: int | None = None) -> Group:
+def check_group(data: bytes, lease_id: str, attempt: int, n_samples: int) -> Group:
     """Decode and check a delivery: ids, lengths of columns, finite rewards, version spans through a view.
 
     Raises BadMessage naming the field.
@@ -53,7 +53,7 @@ def check_group(data: bytes, lease_id: str, attempt: int, n_samples: int | None 
     if (group.lease_id, group.attempt) != (lease_id, attempt):
         raise BadMessage(f"group of lease {group.lease_id!r} attempt {group.attempt} in a delivery of {lease_id!r} attempt {attempt}")
     indices = [trajectory.index for trajectory in group.trajectories]
-    if n_samples is not None and indices != list(range(n_samples)):
+    if indices != list(range(n_samples)):
         raise BadMessage(f"group {lease_id}: trajectory indices {indices[:20]}, expected 0 … {n_samples - 1}")
     seen: dict[str, list[int]] = {}
     for trajectory in group.trajectories:
@@ -92,7 +92,13 @@ def _check_segment(segment: Segment, number: int, where: str, seen: dict[str, li
     for policy, credit in segment.credit.items():
         if credit is not None and not math.isfinite(credit):
             raise BadMessage(f"{where}.credit.{policy}: {credit} is not finite")
-    versions = codec.array(segment.versions)
+    versions, mask = codec.array(segment.versions), codec.array(segment.loss_mask)
+    if mask.size and int(mask.max()) > 1:
+        raise BadMessage(f"{where}.loss_mask: {int(mask.max())}, expected 0 or 1")
+    if segment.policy_of_token is not None:
+        owners = codec.array(segment.policy_of_token)[mask == 1]
+        if owners.size and int(owners.max()) >= len(segment.policies):
+            raise BadMessage(f"{where}.policy_of_token: {int(owners.max())} on a sampled token, policies are {segment.policies!r}")
     if not np.isfinite(codec.array(segment.logprobs)).all():
         raise BadMessage(f"{where}.logprobs: a value is not finite")
     for policy in segment.policies:

@@ -48,8 +48,7 @@ class ReadyOutcome:
     fresh: bool
     """The trainer attached for the first time, or again after its end."""
     bumped: bool
-    rolled_back_to: int | None = None
-    """Rows trained later than this version are to be buffered again or dropped."""
+    """Back at an earlier version: rows trained later than it are to be buffered again or dropped."""
     commit_through: int | None = None
     """The checkpoint holds batches up to this name whose notice never came."""
 
@@ -97,14 +96,13 @@ class VersionBarrier:
         start = message.version if message.recovered_version is None else message.recovered_version
         fresh = not state.registered or state.done
         before, bumped = state.version, False
-        rolled_back: int | None = None
         commit: int | None = None
         if state.digests:  # it was attached before
-            other_bytes = start == before and bool(message.digest) and state.digests.get(before, "") not in ("", message.digest)
-            bumped = start < before or other_bytes
+            other_bytes = not same_digest(message.digest, state.digests.get(start, ""))
+            bumped = start < before or (start == before and other_bytes)
             if bumped:
                 state.rollbacks.append((state.timeline, start - 1 if other_bytes else start))
-                state.timeline, rolled_back = state.timeline + 1, start
+                state.timeline += 1
                 state.digests = {version: digest for version, digest in state.digests.items() if version < start}
             elif start > before:
                 commit = start - 1
@@ -117,7 +115,7 @@ class VersionBarrier:
         )
         self._remember(state, start, message.digest)
         self.touch(message.model_id, now)
-        return ReadyOutcome(state.timeline, start, fresh, bumped, rolled_back, commit)
+        return ReadyOutcome(state.timeline, start, fresh, bumped, commit)
 
     def notify(self, message: NotifyVersion, now: float) -> NotifyOutcome:
         """A version is published. Duplicates and late ones are harmless; a dead timeline is refused with Conflict."""
@@ -224,21 +222,22 @@ class VersionBarrier:
         known[(serving.timeline, serving.version)] = serving.digest
         while len(known) > KNOWN_DIGESTS:
             del known[next(iter(known))]
-        state = self.models[model_id]
-        wanted = state.digests.get(serving.version, "") if serving.timeline == state.timeline else ""
+        wanted = self._published(model_id, serving.timeline, serving.version)
         if same_digest(serving.digest, wanted):
             return ""
         return f"{instance_id} serves {model_id} version {serving.version} with digest {serving.digest}, published was {wanted}"
 
     def confirmed(self, instance_id: str, model_id: str, timeline: int, max_version: int) -> bool:
         """A receipt of this instance shows the published bytes at this version (or, when it moved on unseen, a later one)."""
-        state = self.models[model_id]
-        for (line, version), digest in self._receipts.get((instance_id, model_id), {}).items():
-            if line >= timeline and version >= max_version:
-                wanted = state.digests.get(version, "") if line == state.timeline else ""
-                if same_digest(digest, wanted):
-                    return True
-        return False
+        receipts = self._receipts.get((instance_id, model_id), {})
+        return any(
+            line >= timeline and version >= max_version and same_digest(digest, self._published(model_id, line, version))
+            for (line, version), digest in receipts.items()
+        )
+
+    def _published(self, model_id: str, timeline: int, version: int) -> str:
+        """Digest of this version; empty = not known, or of a dead timeline."""
+        return self.models[model_id].digests.get(version, "") if self.on_live_timeline(model_id, timeline, version) else ""
 
     def forget_instance(self, instance_id: str) -> None:
         """An instance is gone, or came back as a new process."""

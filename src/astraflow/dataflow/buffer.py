@@ -70,13 +70,10 @@ class RolloutBuffer:
     _fresh: dict[str, Entry] = field(default_factory=dict)
     _replay: dict[str, Entry] = field(default_factory=dict)
     _fallen: list[str] = field(default_factory=list)
-    """Left the replay queue since `remember` was last called."""
+    """Left the replay queue since `fallen` was last called."""
 
     def __len__(self) -> int:
         return len(self._fresh)
-
-    def __contains__(self, lease_id: object) -> bool:
-        return lease_id in self._fresh
 
     @property
     def places(self) -> int:
@@ -101,7 +98,7 @@ class RolloutBuffer:
         """The fresh queue in serving order."""
         return sorted(self._fresh.values(), key=ORDERS.get(self.config.order))
 
-    def add(self, entry: Entry, version: int) -> bool:
+    def add(self, entry: Entry) -> bool:
         """Admit a group. False = full of groups that are still fresh (nothing is evicted for it). The same group twice is a bug."""
         assert entry.lease_id not in self._fresh, f"group {entry.lease_id} is queued already"
         if len(self._fresh) >= self.config.max_groups:
@@ -109,14 +106,10 @@ class RolloutBuffer:
         self._fresh[entry.lease_id] = entry
         return True
 
-    def expire(self, version: int) -> list[Entry]:
-        """Take out what may no longer be served at this version; the caller counts them as dropped(stale) and gives places back."""
-        stale = [e for e in self._fresh.values() if not fresh_enough(version, e.min_version, self.config.max_staleness)]
-        for entry in stale:
-            del self._fresh[entry.lease_id]
+    def expire_replay(self, version: int) -> None:
+        """Let go of what may no longer be replayed at this version."""
         limit = self.config.replay.max_staleness
         self.forget_replay(lambda e: not fresh_enough(version, e.min_version, limit))
-        return stale
 
     def split(self, batch_places: int, n_samples: int) -> tuple[int, int]:
         """(fresh groups, most replayed groups) of a full batch: replay takes floor(B · ratio / group rows) whole groups."""
@@ -144,14 +137,14 @@ class RolloutBuffer:
             self._fresh[entry.lease_id] = entry
 
     def discard(self, predicate: Callable[[Entry], bool]) -> list[Entry]:
-        """Remove and return the fresh groups that match (rollback)."""
+        """Remove and return the fresh groups that match; the caller says why they are dropped, and gives places back."""
         gone = [entry for entry in self._fresh.values() if predicate(entry)]
         for entry in gone:
             del self._fresh[entry.lease_id]
         return gone
 
-    def remember(self, entries: Iterable[Entry]) -> list[str]:
-        """Trained groups become replayable; returns the leases that left the replay queue since the last call."""
+    def remember(self, entries: Iterable[Entry]) -> None:
+        """Trained groups become replayable."""
         if self.config.replay.ratio > 0:
             for entry in entries:
                 self._replay[entry.lease_id] = entry
@@ -159,24 +152,29 @@ class RolloutBuffer:
                 oldest = min(self._replay.values(), key=lambda e: e.arrival)
                 del self._replay[oldest.lease_id]
                 self._fallen.append(oldest.lease_id)
-        fallen, self._fallen = self._fallen, []
+
+    def fallen(self) -> list[str]:
+        """Leases that left the replay queue since the last call, and did not come back."""
+        fallen, self._fallen = [lease_id for lease_id in self._fallen if lease_id not in self._replay], []
         return fallen
 
     def forget_replay(self, predicate: Callable[[Entry], bool]) -> None:
-        """Remove matching groups from the replay queue (rollback)."""
+        """Remove matching groups from the replay queue."""
         for entry in [entry for entry in self._replay.values() if predicate(entry)]:
             del self._replay[entry.lease_id]
             self._fallen.append(entry.lease_id)
 
-    def room(self, batch_places: int, n_samples: int, version: int, in_flight: int) -> int:
-        """Trajectories that may be admitted now. With `drop`, or without a staleness limit, the buffer's bound is the limit."""
+    def room(self, batch_places: int, n_samples: int, version: int, in_flight: int, lag: int = 0) -> int:
+        """Trajectories that may be admitted now, on an instance that serves weights `lag` versions old. With `drop`, or without a
+        staleness limit, the buffer's bound is the limit."""
         bound = self.config.max_groups * n_samples - self.places - in_flight
         if self.config.treatment == "drop" or self.config.max_staleness is None:
             return bound
         ahead = self.config.max_staleness if self.config.lookahead is None else min(self.config.lookahead, self.config.max_staleness)
+        ahead -= lag
         paced = pace_room(ahead, batch_places, version, self.pace.v_start, self.pace.accepted, in_flight)
         if self.config.replay.ratio > 0 and self._replay:
             # replayed groups count as accepted when served, so only the look-ahead shrinks to the fresh share of a batch
             groups, _ = self.split(batch_places, n_samples)
-            paced -= (ahead + 1) * (batch_places - groups * n_samples)
+            paced -= max(ahead + 1, 0) * (batch_places - groups * n_samples)
         return min(bound, paced)

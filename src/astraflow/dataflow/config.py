@@ -182,6 +182,9 @@ class DataflowProcess(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in self.policies:
             if name not in self.models:
                 raise ConfigError(f"workflow.policies: {name!r} is not a model; known: {', '.join(self.models)}")
+        for name in self.models:
+            if name not in self.policies:
+                raise ConfigError(f"workflow.policies: model {name!r} is trained, but not among them ({', '.join(self.policies)})")
         if self.workflow.n_samples == 1:
             for name in self.policies:
                 if self.group_relative.get(name, True):

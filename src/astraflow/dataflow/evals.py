@@ -104,7 +104,7 @@ class EvalManager:
         while len(self._asked) > MAX_QUEUED:
             del self._asked[next(iter(self._asked))]
         self._pin_early(job)
-        await self._persist()
+        await self._shelf.write(self._shelf.ledger.put, self._meta())
         self._shelf.pulse.fire()
         return job.eval_id
 
@@ -131,13 +131,12 @@ class EvalManager:
             job, started = self.queue[0], shelf.clock()
             await self._all_reach(job)
             results = await self._evaluate(job)
+            self.queue.pop(0)
+            self.results += results  # now, so that the evaluation is always either running or done
+            await shelf.write(shelf.ledger.add_evals, results, self._meta())
             for result in results:
-                await shelf.write(shelf.ledger.add_eval, result)
-                self.results.append(result)
                 values = {f"eval/{result.dataset}/{k}": v for k, v in result.metrics.items() if v is not None}
                 shelf.metrics.log(max((s.version for s in result.versions.values()), default=0), values)
-            self.queue.pop(0)
-            await self._persist()
             shelf.event(f"{job.eval_id} ({job.why}) done in {shelf.clock() - started:.1f} s")
             if self.queue:
                 self._pin_early(self.queue[0])
@@ -169,11 +168,9 @@ class EvalManager:
         if job.step >= 0:
             job.wanted = self._wanted(job.step)
             self._pin_early(job)
-            self._fleet.announce()
 
-    async def _persist(self) -> None:
-        state = msgspec.msgpack.encode((self.queue, self._number, self._asked))
-        await self._shelf.write(self._shelf.ledger.put, {"evals": state})
+    def _meta(self) -> dict[str, bytes]:
+        return {"evals": msgspec.msgpack.encode((self.queue, self._number, self._asked))}
 
     # --- one evaluation -------------------------------------------------------------------------------------------------
 
@@ -227,8 +224,7 @@ class EvalManager:
             while (left := end - shelf.clock()) > 0:
                 instance_id = self._choose(wanted)
                 if instance_id is not None:
-                    self._fleet.pins[instance_id] = wanted
-                    self._fleet.announce()
+                    self._pin(instance_id, wanted)
                     client = await self._try_lane(instance_id, lane, wanted, left)
                     if client is not None:
                         return instance_id, client, wanted
@@ -239,8 +235,7 @@ class EvalManager:
                         wanted = newest
                         continue
                 await shelf.pulse.wait(min(left, 0.25))
-        self._fleet.pins.clear()
-        self._fleet.announce()
+        self._pin("", {})
         return None
 
     async def _try_lane(self, instance_id: str, lane: str, wanted: dict[str, Serving], left: float) -> Client | None:
@@ -296,7 +291,14 @@ class EvalManager:
         if self.queue and self.queue[0] is job and self._sets:
             instance_id = self._choose(job.wanted)
             if instance_id is not None:
-                self._fleet.pins[instance_id] = job.wanted
+                self._pin(instance_id, job.wanted)
+
+    def _pin(self, instance_id: str, wanted: dict[str, Serving]) -> None:
+        """One instance at a time; empty = none. The others go on to newer weights."""
+        pins = {instance_id: wanted} if instance_id else {}
+        if pins != self._fleet.pins:
+            self._fleet.pins = pins
+            self._fleet.announce()
 
     async def _drive(self, client: Client, run: _Run, end: float) -> None:
         """Submit and pull until everything is back or the deadline passed."""
@@ -316,8 +318,8 @@ class EvalManager:
             pulled = await client.call(RaaSAPI.eval_pull, Pull(ack=acks, wait_s=wait_s, lane=run.lane), timeout_s=wait_s + limit)
             acks = [delivery.delivery_id for delivery in pulled.deliveries]
             for delivery in pulled.deliveries:
-                if delivery.lease_id in run.leases:
-                    rewards = await asyncio.to_thread(_rewards, bytes(delivery.group), delivery.lease_id, delivery.attempt)
+                if (lease := run.leases.get(delivery.lease_id)) is not None:
+                    rewards = await asyncio.to_thread(_rewards, bytes(delivery.group), lease)
                     run.rewards.setdefault(delivery.lease_id, rewards)
 
     async def _close_lane(self, instance_id: str, client: Client, lane: str) -> None:
@@ -326,8 +328,7 @@ class EvalManager:
         except AstraFlowError as error:
             self._shelf.event(f"{lane}: the lane on {instance_id} closes by its deadline: {error}")
         finally:
-            self._fleet.pins.clear()
-            self._fleet.announce()
+            self._pin("", {})
 
     def _result(self, job: EvalJob, eval_set: EvalSet, run: _Run, served: dict[str, Serving], duration_s: float) -> EvalResult:
         config, rewards, missing = self._shelf.process.dataflow.eval, [], 0
@@ -348,13 +349,13 @@ class EvalManager:
         )
 
 
-def _rewards(data: bytes, lease_id: str, attempt: int) -> list[float | None]:
+def _rewards(data: bytes, lease: Lease) -> list[float | None]:
     """Reward per sample; None for failed and unscored ones. A malformed group gives nothing."""
     try:
-        group: Group = check_group(data, lease_id, attempt)
+        group: Group = check_group(data, lease.lease_id, lease.attempt, lease.n_samples)
     except BadMessage:
         return []
-    return [None if t.error is not None else t.reward for t in sorted(group.trajectories, key=lambda t: t.index)]
+    return [None if t.error is not None else t.reward for t in group.trajectories]
 
 
 def _same(serving: Serving | None, want: Serving) -> bool:

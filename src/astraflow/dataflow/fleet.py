@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from astraflow.dataflow.pool import Held, Instance
 from astraflow.dataflow.shelf import Pulse, Shelf
@@ -17,9 +17,13 @@ from astraflow.lib.aio import Backoff
 from astraflow.lib.wire_client import Client
 from astraflow.protocol.control import RaaSStatus, RegisterRaaS, Shutdown
 from astraflow.protocol.errors import AstraFlowError, ConfigError, Unavailable
+from astraflow.protocol.message import Message
 from astraflow.protocol.rollout import CancelLeases, RegisterWorkflow, Serving, WorkflowSpec
-from astraflow.protocol.routes import RaaSAPI
+from astraflow.protocol.routes import RaaSAPI, Route
 from astraflow.protocol.weights import NotifyRaaS
+
+Q = TypeVar("Q", bound=Message)
+P = TypeVar("P", bound=Message)
 
 SUSPECT_BEAT_S = 1.0
 """Pause between checks while somebody is suspect: two failures take an instance out within seconds."""
@@ -32,17 +36,34 @@ RECONCILE_AFTER_S = 10.0
 Lost = Callable[[Iterable[Held], str], Awaitable[None]]
 
 
+class Peer(Client):
+    """One instance. It may leave the pool between two calls of whoever holds this; then it is unavailable, like a dead one."""
+
+    left = False
+
+    async def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
+        if self.left:
+            raise Unavailable(f"{route.path} at {self.url}: the instance left the pool")
+        return await super().call(route, request, timeout_s=timeout_s, ref=ref)
+
+    async def close(self) -> None:
+        self.left = True
+        await super().close()
+
+
 class RaaSFleet:
     """All instances of the pool."""
 
     def __init__(self, shelf: Shelf, workflows: dict[str, WorkflowSpec]) -> None:
         self._shelf, self._workflows = shelf, workflows
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, Peer] = {}
         self._running: dict[str, list[asyncio.Task[None]]] = {}
         self._introduced: dict[str, str] = {}
         """Instance → incarnation that knows the workflows."""
         self._silent: dict[str, int] = {}
         """Url → registrations in a row to which it did not answer."""
+        self._reconciling: set[str] = set()
+        """Instances whose list of leases is being asked for."""
         self._wake = Pulse()
         self._kicks: dict[tuple[str, str], asyncio.Event] = {}
         self.pins: dict[str, dict[str, Serving]] = {}
@@ -68,9 +89,11 @@ class RaaSFleet:
     def receipts(self, instance_id: str, serving: dict[str, Serving]) -> None:
         """What an instance says it serves, from any of its replies."""
         shelf = self._shelf
-        if instance_id not in shelf.pool.instances or serving == shelf.pool.instances[instance_id].serving:
+        if instance_id not in shelf.pool.instances or serving == (before := shelf.pool.instances[instance_id].serving):
             return
         shelf.pool.served(instance_id, serving)
+        if any(model_id in before and receipt.timeline > before[model_id].timeline for model_id, receipt in serving.items()):
+            self._ask_leases(instance_id)  # it dropped what the dead timeline was producing
         for model_id, receipt in serving.items():
             complaint = shelf.barrier.receipt(instance_id, model_id, receipt)
             if complaint:
@@ -131,8 +154,7 @@ class RaaSFleet:
         self._answered(message.instance_id, status)
         if outcome.kind != "same":
             shelf.tasks.spawn(f"introduce {message.instance_id}", self._introduce(message.instance_id))
-            asked = self._clients[message.instance_id]
-            shelf.tasks.spawn(f"reconcile {message.instance_id}", self.reconcile(message.instance_id, asked, shelf.clock()))
+            self._ask_leases(message.instance_id)
 
     def _unanswered(self, message: RegisterRaaS, error: AstraFlowError) -> AstraFlowError:
         """A busy machine may miss one deadline; an address that is silent three times is a mistake of the user."""
@@ -162,7 +184,7 @@ class RaaSFleet:
         if old is not None and old.url == instance.record.url.rstrip("/") and self._running.get(key):
             return
         await self._close(key)
-        self._clients[key] = Client(instance.record.url, self._shelf.identity)
+        self._clients[key] = Peer(instance.record.url, self._shelf.identity)
         tasks = [self._shelf.tasks.spawn(f"collect {key}", self._collect(key))]
         for model_id in instance.record.models:
             if model_id in self._shelf.barrier.models:
@@ -171,8 +193,10 @@ class RaaSFleet:
         self._running[key] = tasks
 
     async def out(self, instance_id: str, reason: str) -> None:
-        """An instance is gone: its leases run elsewhere."""
+        """An instance is gone: its leases run elsewhere. What is out already stays so."""
         shelf = self._shelf
+        if instance_id not in shelf.pool.instances:
+            return
         held = shelf.pool.remove(instance_id)
         shelf.barrier.forget_instance(instance_id)
         self._introduced.pop(instance_id, None)
@@ -192,7 +216,8 @@ class RaaSFleet:
             await self._part(instance_id)
 
     async def _part(self, instance_id: str) -> None:
-        if self._shelf.pool.instances[instance_id].shutdown_after:
+        instance = self._shelf.pool.instances.get(instance_id)
+        if instance is not None and instance.shutdown_after:
             await self._shut(instance_id, "deregistered")
         await self.out(instance_id, "deregistered")
 
@@ -201,9 +226,11 @@ class RaaSFleet:
         await asyncio.gather(*(self._shut(instance_id, reason) for instance_id in list(self._clients)))
 
     async def _shut(self, instance_id: str, reason: str) -> None:
-        limit = self._shelf.process.dataflow.pool.status_timeout_s
+        limit, client = self._shelf.process.dataflow.pool.status_timeout_s, self._clients.get(instance_id)
+        if client is None:
+            return
         try:
-            await self._clients[instance_id].call(RaaSAPI.shutdown, Shutdown(reason=reason), timeout_s=limit)
+            await client.call(RaaSAPI.shutdown, Shutdown(reason=reason), timeout_s=limit)
         except AstraFlowError as error:
             self._shelf.event(f"instance {instance_id} did not take the shutdown: {error}")
 
@@ -246,16 +273,18 @@ class RaaSFleet:
             return
         try:
             status = await client.call(RaaSAPI.status, timeout_s=shelf.process.dataflow.pool.status_timeout_s)
+            if status.state == "error":
+                raise Unavailable(f"its state is error: {status.message}")
         except AstraFlowError as error:
             if self._clients.get(instance_id) is client and shelf.pool.failed(instance_id, str(error)):
                 await self.out(instance_id, f"{shelf.process.dataflow.pool.max_failures} heartbeats failed: {error}")
             return
         if self._clients.get(instance_id) is not client:
             return  # it left or moved while it was asked
-        if status.state == "error":
-            self.trouble(instance_id, f"its state is error: {status.message}")
-            return
-        await self._reconcile(instance_id, client, self._answered(instance_id, status))
+        await self.on_lost(self._answered(instance_id, status), f"{instance_id} is a new process")
+        instance, old = shelf.pool.instances.get(instance_id), shelf.clock() - RECONCILE_AFTER_S
+        if instance is not None and any(not held.confirmed or held.since < old for held in instance.held.values()):
+            self._ask_leases(instance_id)
 
     def _answered(self, instance_id: str, status: RaaSStatus) -> list[Held]:
         shelf, pool = self._shelf, self._shelf.pool
@@ -276,30 +305,31 @@ class RaaSFleet:
         shelf.pulse.fire()
         return lost
 
-    async def _reconcile(self, instance_id: str, client: Client, lost: list[Held]) -> None:
-        """Compare leases that should run there with its own list."""
-        shelf, before = self._shelf, self._shelf.clock()
-        await self.on_lost(lost, f"{instance_id} is a new process")
-        instance = shelf.pool.instances.get(instance_id)
-        if instance is None or not any(not held.confirmed or held.since < before - RECONCILE_AFTER_S for held in instance.held.values()):
-            return
-        await self.reconcile(instance_id, client, before)
+    def _ask_leases(self, instance_id: str) -> None:
+        """Compare what should run there with its own list, apart from the heartbeat: a slow one must not delay the others' checks."""
+        client = self._clients.get(instance_id)
+        if client is not None and instance_id not in self._reconciling:
+            self._reconciling.add(instance_id)
+            self._shelf.tasks.spawn(f"reconcile {instance_id}", self._reconcile(instance_id, client))
 
-    async def reconcile(self, instance_id: str, client: Client, before: float) -> None:
+    async def _reconcile(self, instance_id: str, client: Peer) -> None:
         """GET /leases: what it lost runs again, what is not its own any more is cancelled there."""
-        shelf, limit = self._shelf, self._shelf.process.dataflow.pool.call_timeout_s
+        shelf, limit, before = self._shelf, self._shelf.process.dataflow.pool.call_timeout_s, self._shelf.clock()
+        gone: list[Held] = []
         try:
             answer = await client.call(RaaSAPI.leases, timeout_s=limit)
-            if instance_id not in shelf.pool.instances:
+            if self._clients.get(instance_id) is not client:
                 return
             there = {held.lease_id: held.attempt for held in answer.held if not held.lane}
             gone, foreign = shelf.pool.reconcile(instance_id, there, before)
             # a lease that is not open any more waits in its outbox for our acknowledgement: no harm in forgetting it
-            await self.on_lost(gone, f"{instance_id} does not hold them")
-            if foreign:
+            if foreign:  # before any of them may be issued to it again: a cancellation names no attempt
                 await client.call(RaaSAPI.cancel, CancelLeases(lease_ids=foreign), timeout_s=limit)
         except AstraFlowError as error:
             self.trouble(instance_id, f"leases: {error}")
+        finally:
+            self._reconciling.discard(instance_id)
+            await self.on_lost(gone, f"{instance_id} does not hold them")
 
     # --- work of one instance -------------------------------------------------------------------------------------------
 

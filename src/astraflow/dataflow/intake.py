@@ -1,11 +1,16 @@
 """From a delivery to the queue: examine, decide, write, and only then acknowledge. Groups whose weights have no receipt yet
-are held (bounded by pace, with a deadline), then dropped(unconfirmed)."""
+are held (bounded by pace, with a deadline), then dropped(unconfirmed).
+
+Between decision and queue lies a write, and meanwhile a trainer may roll back: what is taken out of the queue is looked at
+again (`unservable`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from astraflow.dataflow.admission import Checked, Share, examine
 from astraflow.dataflow.buffer import Entry, fresh_enough
@@ -14,6 +19,8 @@ from astraflow.dataflow.policies.base import Curator, Filter, GroupStats, Shaper
 from astraflow.dataflow.shelf import Shelf, log
 from astraflow.protocol.errors import BadMessage
 from astraflow.protocol.rollout import Delivery
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Intake:
         self._arrivals = arrivals
         self.held: dict[tuple[str, str], HeldShare] = {}
         """(lease, policy) → share."""
+        self._writing: Counter[str] = Counter()
+        """Policy → places of groups that are decided on and not yet queued."""
 
     async def take(self, instance_id: str, deliveries: Sequence[Delivery]) -> list[str]:
         """Returns the deliveries that may be acknowledged: all of them, because what is wanted is durable now."""
@@ -46,12 +55,18 @@ class Intake:
         if wanted:
             payloads = [(d, bytes(d.group), shelf.leases.open[d.lease_id]) for d in wanted.values()]
             examined = await asyncio.to_thread(lambda: [self._examine(*item) for item in payloads])
-            await self._store(instance_id, payloads, examined)
+            # a task of its own: the caller is cancelled when its instance leaves, and a group written but not queued would be lost
+            await asyncio.shield(shelf.tasks.spawn(f"record {instance_id}", self._store(instance_id, payloads, examined)))
+        if shelf.recording:  # a copy of what an earlier call still writes: it may be acknowledged only once that is durable
+            await shelf.write(_nothing)
         return [delivery.delivery_id for delivery in deliveries]
 
     def _examine(self, delivery: Delivery, payload: bytes, lease: LeaseRow) -> Checked | BadMessage:
         try:
-            return examine(payload, delivery.lease_id, delivery.attempt, lease.n_samples, self._shelf.process.policies, self._shapers)
+            checked = examine(payload, delivery.lease_id, delivery.attempt, lease.n_samples, self._shelf.process.policies, self._shapers)
+            if checked.group.task_id != lease.task_id:
+                raise BadMessage(f"group {lease.lease_id}.task_id: {checked.group.task_id!r}, leased was {lease.task_id!r}")
+            return checked
         except BadMessage as error:
             return error
 
@@ -69,11 +84,20 @@ class Intake:
             shelf.pool.release(lease.lease_id)
             shares = self._decide(instance_id, lease, checked, queued)
             results.append(Result(lease.lease_id, delivery.attempt, payload, shares))
-        shelf.recording += len(results)
+        await self._durably(shelf.ledger.record, results, queued)
+
+    async def _durably(self, write: Callable[[list[T]], None], rows: list[T], queued: Sequence[tuple[str, Entry]]) -> None:
+        """Write, then queue."""
+        shelf, places = self._shelf, Counter[str]()
+        for model_id, entry in queued:
+            places[model_id] += entry.places
+        shelf.recording += len(rows)
+        self._writing.update(places)
         try:
-            await shelf.write(shelf.ledger.record, results)
+            await shelf.write(write, rows)
         finally:
-            shelf.recording -= len(results)
+            shelf.recording -= len(rows)
+            self._writing.subtract(places)
         for model_id, entry in queued:
             self._queue(model_id, entry)
         shelf.pulse.fire()
@@ -125,32 +149,33 @@ class Intake:
             if reason:
                 return reason
         buffer = shelf.buffers[policy]
-        return self.unservable(policy, stats.timeline, stats.min_version, stats.max_version) or (
+        return self.unservable(policy, stats) or (
             "no_room" if len(buffer) + self.held_groups(policy) >= buffer.config.max_groups else ""
         )
 
-    def unservable(self, model_id: str, timeline: int, min_version: int, max_version: int) -> str:
+    def unservable(self, model_id: str, group: Entry | GroupStats) -> str:
         """`dead_timeline`, `stale`, or empty."""
         shelf = self._shelf
-        if not shelf.barrier.on_live_timeline(model_id, timeline, max_version):
+        if not shelf.barrier.on_live_timeline(model_id, group.timeline, group.max_version):
             return "dead_timeline"
         version = shelf.barrier.models[model_id].version
-        return "" if fresh_enough(version, min_version, shelf.process.dataflow.buffer.max_staleness) else "stale"
+        return "" if fresh_enough(version, group.min_version, shelf.process.dataflow.buffer.max_staleness) else "stale"
 
     def _note(self, model_id: str, reason: str) -> None:
         """Count a group's end at the door for starvation and for /batch's counts; held groups count when they are settled."""
         tally = self._shelf.rejections[model_id]
         tally.seen += 1
         if reason:
+            if not tally.in_a_row:
+                tally.rejecting_since = self._shelf.clock()
             tally.dropped[reason] += 1
             tally.in_a_row += 1
         else:
-            tally.in_a_row, tally.last_accepted = 0, self._shelf.clock()
+            tally.in_a_row = 0
 
     def _queue(self, model_id: str, entry: Entry) -> None:
         shelf = self._shelf
-        added = shelf.buffers[model_id].add(entry, shelf.barrier.models[model_id].version)
-        if not added:  # filled up while it was written: it stays durable and goes in as soon as there is room
+        if not shelf.buffers[model_id].add(entry):  # filled up while it was written: it stays durable and goes in as soon as there is room
             self.held[(entry.lease_id, model_id)] = HeldShare("", entry, shelf.clock())
 
     async def reconsider(self) -> None:
@@ -160,7 +185,7 @@ class Intake:
         queued: list[tuple[str, Entry]] = []
         for (lease_id, model_id), share in list(self.held.items()):
             entry, buffer = share.entry, shelf.buffers[model_id]
-            reason = self.unservable(model_id, entry.timeline, entry.min_version, entry.max_version)
+            reason = self.unservable(model_id, entry)
             overdue = now - share.since > shelf.process.dataflow.buffer.hold_s
             confirmed = not share.instance_id or shelf.barrier.confirmed(share.instance_id, model_id, entry.timeline, entry.max_version)
             if not reason and confirmed and len(buffer) < buffer.config.max_groups:
@@ -175,22 +200,19 @@ class Intake:
             else:
                 continue
             del self.held[(lease_id, model_id)]
-        if not settled:
-            return
-        shelf.recording += len(settled)
-        try:
-            await shelf.write(shelf.ledger.settle, settled)
-        finally:
-            shelf.recording -= len(settled)
-        for model_id, entry in queued:
-            self._queue(model_id, entry)
-        shelf.pulse.fire()
+        if settled:
+            await self._durably(shelf.ledger.settle, settled, queued)
 
     def held_places(self, model_id: str) -> int:
-        return sum(share.entry.places for (_, policy), share in self.held.items() if policy == model_id)
+        """Places of groups that are accepted and not in the queue: held, or being written."""
+        return sum(share.entry.places for (_, policy), share in self.held.items() if policy == model_id) + self._writing[model_id]
 
     def held_groups(self, model_id: str) -> int:
         return sum(policy == model_id for _, policy in self.held)
+
+
+def _nothing() -> None:
+    """A ledger call that only waits for those before it."""
 
 
 def make_entry(lease_id: str, arrival: int, stats: GroupStats) -> Entry:

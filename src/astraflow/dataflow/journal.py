@@ -114,8 +114,6 @@ class ShareRow:
     lease_id: str
     policy: str
     state: str
-    live: int
-    n: int
     arrival: int
     stats: GroupStats
     version: int | None

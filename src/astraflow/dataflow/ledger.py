@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,16 +75,7 @@ class Ledger:
                 self._db.execute(
                     "INSERT INTO leases(lease_id, task_id, task_index, epoch, n_samples, seed, attempt, instance, state)"
                     " VALUES(?,?,?,?,?,?,?,?,'open')",
-                    (
-                        lease.lease_id,
-                        lease.task_id,
-                        lease.task_index,
-                        lease.epoch,
-                        lease.n_samples,
-                        lease.seed,
-                        lease.attempt,
-                        lease.instance,
-                    ),
+                    astuple(lease)[:8],
                 )
                 for policy in lease.policies:
                     self._db.execute(
@@ -153,7 +145,8 @@ class Ledger:
                 (batch.policy, batch.timeline, batch.version, msgspec.msgpack.encode(batch.fresh), msgspec.msgpack.encode(batch.replayed)),
             )
             for lease_id in batch.fresh:
-                self._move(lease_id, batch.policy, ("buffered",), "served")
+                moved = self._move(lease_id, batch.policy, ("buffered",), "served")
+                assert moved is not None, f"{lease_id} is not buffered for {batch.policy}, and yet in its batch {batch.version}"
                 self._db.execute(
                     "UPDATE shares SET timeline=?, version=? WHERE lease_id=? AND policy=?",
                     (batch.timeline, batch.version, lease_id, batch.policy),
@@ -254,9 +247,11 @@ class Ledger:
         with self._transaction():
             self._put(meta)
 
-    def add_eval(self, result: EvalResult) -> None:
+    def add_evals(self, results: Sequence[EvalResult], meta: dict[str, bytes]) -> None:
+        """Results of one evaluation; `meta` takes it off the queue in the same transaction."""
         with self._transaction():
-            self._db.execute("INSERT INTO evals(result) VALUES(?)", (msgspec.msgpack.encode(result),))
+            self._db.executemany("INSERT INTO evals(result) VALUES(?)", [(msgspec.msgpack.encode(result),) for result in results])
+            self._put(meta)
 
     def staleness(self, policy: str) -> dict[int, int]:
         """Gap → trained trajectories."""
@@ -300,14 +295,18 @@ class Ledger:
             (place,) = self._db.execute("SELECT place FROM leases WHERE lease_id=?", (share.lease_id,)).fetchone()
             self._hold(share.lease_id, msgspec.msgpack.decode(place, type=Location), 1)
         self.segments.tidy()
+        served = [
+            BatchRow(policy=p, timeline=t, version=v, fresh=msgspec.msgpack.decode(f), replayed=msgspec.msgpack.decode(r))
+            for p, t, v, f, r in self._db.execute("SELECT policy, timeline, version, fresh, replayed FROM batches WHERE state='served'")
+        ]
+        wanted = {self._batch_path(batch.policy, batch.timeline, batch.version) for batch in served}
+        for path in set(self._batches.iterdir()) - wanted:  # a kill came between a file and its transaction
+            path.unlink()
         return Recovered(
             meta=dict(self._db.execute("SELECT key, value FROM meta").fetchall()),
             leases=leases,
             shares=shares,
-            served=[
-                BatchRow(policy=p, timeline=t, version=v, fresh=msgspec.msgpack.decode(f), replayed=msgspec.msgpack.decode(r))
-                for p, t, v, f, r in self._db.execute("SELECT policy, timeline, version, fresh, replayed FROM batches WHERE state='served'")
-            ],
+            served=served,
             evals=[msgspec.msgpack.decode(r, type=EvalResult) for (r,) in self._db.execute("SELECT result FROM evals ORDER BY number")],
             arrivals=self._db.execute("SELECT COALESCE(MAX(arrival), 0) FROM shares").fetchone()[0],
         )
@@ -318,13 +317,13 @@ class Ledger:
 
     def _shares(self, where: str, arguments: tuple[Any, ...]) -> list[ShareRow]:
         query = (
-            "SELECT s.lease_id, s.policy, s.state, s.live, s.n, s.arrival, s.stats, s.version, l.instance, s.kept FROM shares s"
+            "SELECT s.lease_id, s.policy, s.state, s.arrival, s.stats, s.version, l.instance, s.kept FROM shares s"
             f" JOIN leases l USING(lease_id) WHERE {where} ORDER BY s.arrival"
         )
         return [
             ShareRow(
-                lease_id=r[0], policy=r[1], state=r[2], live=r[3], n=r[4], arrival=r[5] or 0,
-                stats=msgspec.msgpack.decode(r[6], type=GroupStats), version=r[7], instance=r[8], kept=bool(r[9]),
+                lease_id=r[0], policy=r[1], state=r[2], arrival=r[3] or 0,
+                stats=msgspec.msgpack.decode(r[4], type=GroupStats), version=r[5], instance=r[6], kept=bool(r[7]),
             )
             for r in self._db.execute(query, arguments).fetchall()
         ]  # fmt: skip

@@ -190,11 +190,6 @@ class RaaSPool:
 
     # --- leases ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def in_flight(self) -> int:
-        """Trajectories leased to all instances."""
-        return sum(instance.places for instance in self.instances.values())
-
     def route(self, places: int, eligible: Callable[[Instance], bool], now: float) -> Instance | None:
         """The live instance with most free slots (weighted) that can take a whole group."""
         fit = [i for i in self.instances.values() if i.state == "live" and i.free(now) >= places and eligible(i)]
@@ -241,9 +236,9 @@ class RaaSPool:
         for lease in lost:
             del instance.held[lease.lease_id]
         for lease in instance.held.values():
-            lease.confirmed = lease.confirmed or lease.lease_id in held_there
-        foreign = [key for key, attempt in held_there.items() if key not in instance.held or instance.held[key].attempt != attempt]
-        return lost, foreign
+            lease.confirmed = lease.confirmed or held_there.get(lease.lease_id) == lease.attempt
+        # an older attempt of a lease that is on its way there is replaced by that, and must not be cancelled together with it
+        return lost, [key for key in held_there if key not in instance.held]
 
     def info(self, now: float) -> list[InstanceInfo]:
         return [

@@ -13,15 +13,10 @@ from astraflow.dataflow.serving import DataServing
 from astraflow.dataflow.shelf import Shelf
 from astraflow.dataflow.trainers import Trainers
 from astraflow.lib.wire import Handler
-from astraflow.protocol.batch import BatchReply, BatchRequest
 from astraflow.protocol.control import (
     ConfigReply,
     DataflowStatus,
     DeregisterRaaS,
-    EvalResults,
-    EvalResultsRequest,
-    NotifyVersion,
-    NotifyVersionReply,
     QueueInfo,
     RaaSPool,
     RegisterRaaS,
@@ -34,7 +29,7 @@ from astraflow.protocol.message import Empty
 
 
 class Handlers:
-    """One method per route."""
+    """The routes: those that a part answers by itself, and one method for each of the others."""
 
     def __init__(
         self,
@@ -61,9 +56,9 @@ class Handlers:
             "deregister_raas": self.deregister_raas,
             "raas_pool": self.raas_pool,
             "ready": self._trainers.ready,
-            "batch": self.batch,
-            "notify_version": self.notify_version,
-            "eval_results": self.eval_results,
+            "batch": self._serving.batch,
+            "notify_version": self._trainers.notify,
+            "eval_results": self._evals.answer,
             "save_buffer": self.save_buffer,
             "shutdown": self.shutdown,
         }
@@ -138,15 +133,6 @@ class Handlers:
 
     async def raas_pool(self, request: Empty) -> RaaSPool:
         return RaaSPool(instances=self._shelf.pool.info(self._shelf.clock()))
-
-    async def batch(self, request: BatchRequest) -> BatchReply:
-        return await self._serving.batch(request)
-
-    async def notify_version(self, request: NotifyVersion) -> NotifyVersionReply:
-        return await self._trainers.notify(request)
-
-    async def eval_results(self, request: EvalResultsRequest) -> EvalResults:
-        return await self._evals.answer(request)
 
     async def save_buffer(self, request: SaveBuffer) -> SaveBufferReply:
         return SaveBufferReply(path=await self._save())

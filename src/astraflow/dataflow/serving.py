@@ -82,6 +82,7 @@ class DataServing:
             return Edge(f"trainer:{model_id}", f"the notice of version {request.version} has not come (known: {state.version})")
         opened = self.open.get(model_id)
         if opened is not None:
+            assert (opened.row.timeline, opened.row.version) == (request.timeline, request.version), f"{opened.row} for {request}"
             return await self._again(opened)
         edges = shelf.barrier.gate(request.version, model_id)
         if edges:
@@ -107,7 +108,7 @@ class DataServing:
         if self.at_end and not queued:
             return BatchReply(kind="end_of_data", reason="every task was used and nothing is in flight", counts=tally.counts())
         limit = config.max_rejected_groups or REJECTED_BATCHES * groups
-        too_long = tally.in_a_row > 0 and shelf.clock() - tally.last_accepted > config.starvation_s
+        too_long = tally.in_a_row > 0 and shelf.clock() - tally.rejecting_since > config.starvation_s
         if tally.in_a_row >= limit or too_long:
             reason = f"{tally.in_a_row} groups in a row were rejected: " + ", ".join(f"{k} {v}" for k, v in tally.counts().items())
             return BatchReply(kind="starved", reason=reason, counts=tally.counts())
@@ -152,13 +153,16 @@ class DataServing:
             buffer.pace.accepted += sum(entry.places for entry in again)
 
     async def _expire(self, model_id: str, version: int) -> None:
-        shelf = self._shelf
-        stale = shelf.buffers[model_id].expire(version)
-        for entry in stale:
-            shelf.buffers[model_id].pace.give_back(entry.places)
-        shelf.rejections[model_id].dropped["stale"] += len(stale)
-        if stale:
-            await shelf.write(shelf.ledger.settle, [Settled(entry.lease_id, model_id, "dropped", "stale") for entry in stale])
+        """Drop what may no longer be served: stale, or (a rollback came while it was written) of a dead timeline."""
+        shelf, buffer = self._shelf, self._shelf.buffers[model_id]
+        gone: list[Settled] = []
+        for entry in buffer.discard(lambda e: bool(self._intake.unservable(model_id, e))):
+            gone.append(Settled(entry.lease_id, model_id, "dropped", self._intake.unservable(model_id, entry)))
+            buffer.pace.give_back(entry.places)
+            shelf.rejections[model_id].dropped[gone[-1].reason] += 1
+        buffer.expire_replay(version)
+        if gone:
+            await shelf.write(shelf.ledger.settle, gone)
             shelf.pulse.fire()
 
     async def _make(self, request: BatchRequest, fresh: list[Entry], again: list[Entry]) -> None:

@@ -86,7 +86,8 @@ class Rejections:
     seen: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     in_a_row: int = 0
-    last_accepted: float = 0.0
+    rejecting_since: float = 0.0
+    """When the present row of rejections began."""
 
     def counts(self) -> dict[str, int]:
         return {"seen": self.seen, **{f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())}}
@@ -128,7 +129,7 @@ class Shelf:
     def __post_init__(self) -> None:
         self.meter = Meter(self.clock())
         for model_id in self.buffers:
-            self.rejections[model_id] = Rejections(last_accepted=self.clock())
+            self.rejections[model_id] = Rejections()
             self.staleness[model_id] = Counter()
 
     @property

@@ -33,8 +33,6 @@ class Draw:
     index: int
     """Place in the data set."""
     epoch: int
-    number: int
-    """Draws before this one."""
 
 
 @lru_cache(maxsize=4)
@@ -87,7 +85,7 @@ class TaskSource:
     def _advance(self) -> Draw:
         state = self.state
         index = _order(len(self.tasks), self._seed, state.epoch, self._shuffle)[state.position]
-        draw = Draw(self.tasks[index], index, state.epoch, state.drawn)
+        draw = Draw(self.tasks[index], index, state.epoch)
         state.position += 1
         if state.position == len(self.tasks):
             state.position, state.epoch = 0, state.epoch + 1

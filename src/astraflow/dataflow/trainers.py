@@ -93,21 +93,20 @@ class Trainers:
         """Batches first … version − 1 are trained; what the newest checkpoint holds becomes final."""
         shelf = self._shelf
         state, opened = shelf.barrier.models[model_id], self._serving.open.get(model_id)
-        fallen: list[str] = []
         unused = (version - first) * state.batch_size
         if opened is not None and first <= opened.row.version < version:
             del self._serving.open[model_id]
             for entry in opened.fresh:
                 shelf.staleness[model_id][opened.row.version - entry.min_version] += entry.rows
             unused -= sum(entry.places for entry in (*opened.fresh, *opened.replayed))
-            fallen = shelf.buffers[model_id].remember(opened.fresh)
+            shelf.buffers[model_id].remember(opened.fresh)
         # a version made from less than a batch opens no more room than it consumed: what is under way stays ≤ (max_staleness + 1) · B
         shelf.buffers[model_id].pace.accepted += unused
         keep = shelf.buffers[model_id].replay_ids
         trained = await shelf.write(
             shelf.ledger.commit, model_id, state.timeline, first, version, state.checkpoint_version, keep, shelf.versions_meta()
         )
-        if fallen:
+        if fallen := shelf.buffers[model_id].fallen():
             await shelf.write(shelf.ledger.forget, model_id, fallen)
         if metrics:
             shelf.steps[model_id] = metrics
@@ -117,20 +116,14 @@ class Trainers:
         """Back to an earlier version: rows trained later are buffered again, unless they are stale or of the dead timeline."""
         shelf, buffer = self._shelf, self._shelf.buffers[model_id]
         self._serving.open.pop(model_id, None)
-
-        def unservable(timeline: int, low: int, high: int) -> str:
-            return self._intake.unservable(model_id, timeline, low, high)
-
-        gone = buffer.discard(lambda e: bool(unservable(e.timeline, e.min_version, e.max_version)))
+        gone = buffer.discard(lambda e: bool(self._intake.unservable(model_id, e)))
         buffer.forget_replay(lambda e: not shelf.barrier.on_live_timeline(model_id, e.timeline, e.max_version))
         back = await shelf.write(shelf.ledger.rollback, model_id, outcome.version, shelf.versions_meta())
         buffer.forget_replay(lambda e: any(e.lease_id == share.lease_id for share in back))
-        settled = [Settled(e.lease_id, model_id, "dropped", unservable(e.timeline, e.min_version, e.max_version)) for e in gone]
+        settled = [Settled(e.lease_id, model_id, "dropped", self._intake.unservable(model_id, e)) for e in gone]
         for share in back:
             entry = entry_of(share)
-            reason = unservable(entry.timeline, entry.min_version, entry.max_version)
-            if not reason and not buffer.add(entry, outcome.version):
-                reason = "no_room"
+            reason = self._intake.unservable(model_id, entry) or ("" if buffer.add(entry) else "no_room")
             if reason:
                 settled.append(Settled(share.lease_id, model_id, "dropped", reason))
         await shelf.write(shelf.ledger.settle, settled)

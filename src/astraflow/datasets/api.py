@@ -13,6 +13,7 @@ import xxhash
 
 from astraflow.datasets import DATASETS, register_dataset
 from astraflow.datasets.config import DatasetConfig
+from astraflow.lib import options
 from astraflow.protocol.errors import ConfigError
 
 __all__ = ["DATASETS", "Dataset", "DatasetConfig", "Task", "load", "register_dataset", "task_id"]
@@ -78,32 +79,9 @@ def load(config: DatasetConfig, seed: int = 0, name: str = "") -> Dataset:
     return Dataset(name, tuple(tasks.values()), duplicates)
 
 
-class Options:
-    """Options of a loader: read with a type, and complain about what nobody read."""
+class Options(options.Options):
+    """Options of a loader; `split` of the section is one of them."""
 
     def __init__(self, config: DatasetConfig) -> None:
-        self._loader = config.loader
-        self._left = dict(config.options)
-        if config.split:
-            self._left.setdefault("split", config.split)
-        self._known: list[str] = []
-
-    def take(self, name: str, default: Any, accepted: Sequence[Any] = ()) -> Any:
-        """The option, converted to the default's type. Raises ConfigError that names the field and what is accepted."""
-        self._known.append(name)
-        value = self._left.pop(name, default)
-        if default is not None and value is not None:
-            try:
-                value = msgspec.convert(value, type(default), strict=True)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"dataset {self._loader!r} options.{name}: {error}") from None
-        if accepted and value not in accepted:
-            raise ConfigError(f"dataset {self._loader!r} options.{name}: {value!r} is not one of {', '.join(map(str, accepted))}")
-        return value
-
-    def done(self) -> None:
-        """Call after the last `take`."""
-        if self._left:
-            raise ConfigError(
-                f"dataset {self._loader!r} options.{min(self._left)}: unknown option; accepted: {', '.join(self._known) or 'none'}"
-            )
+        values = {"split": config.split, **config.options} if config.split else config.options
+        super().__init__(f"dataset {config.loader!r}", values)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
 
 
 class DatasetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -20,20 +23,20 @@ class DatasetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """For loaders that know splits; the same as `options.split`."""
     options: dict[str, Any] = {}
     """Options of the loader."""
-    max_length: int | None = None
+    max_length: Positive | None = None
     """Longest prompt in tokens; sent with the lease, applied and counted by RaaS, which owns the tokenizer."""
-    limit: int | None = None
+    limit: Positive | None = None
     """Take the first this many tasks; None = all."""
     shuffle: bool = True
     """Draw in an order that depends on seed and epoch."""
-    repeat: int | None = None
+    repeat: Positive | None = None
     """Epochs; None = without end."""
 
 
 class ValidDatasetConfig(DatasetConfig, kw_only=True, forbid_unknown_fields=True):
     """A data set that is only evaluated on."""
 
-    n_samples: int = 1
+    n_samples: Positive = 1
     """Samples per task; greedy decoding allows only 1 (numerics 20)."""
     generation: dict[str, Any] = {}
     """Overrides of the generation settings in evaluation."""

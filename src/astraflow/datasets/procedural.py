@@ -11,6 +11,7 @@ import xxhash
 
 from astraflow.datasets.api import Options
 from astraflow.datasets.config import DatasetConfig
+from astraflow.lib.registry import closest
 from astraflow.protocol.errors import ConfigError, UserError
 
 SHOTS = [(2, 2), (5, 1)]
@@ -74,6 +75,8 @@ def digits(config: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     count = options.take("n", 1024)
     rng = random.Random(options.take("seed", seed))
     options.done()
+    if count < 1:
+        raise ConfigError(f"dataset 'digits' options.n: {count}, expected at least 1")
     if not 1 <= low <= high <= 32:
         raise ConfigError(f"dataset 'digits' options.min_len/max_len: {low}/{high}, expected 1 ≤ min_len ≤ max_len ≤ 32")
     letter, solve = TASKS[task]
@@ -109,13 +112,17 @@ def reasoning_gym(config: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     chosen = options.take("seed", seed)
     settings = options.take("config", {})
     options.done()
+    if size < 1:
+        raise ConfigError(f"dataset 'reasoning_gym' options.size: {size}, expected at least 1")
     try:
         import reasoning_gym as gym  # type: ignore[import-untyped,unused-ignore]
         from reasoning_gym.factory import DATASETS as known  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise UserError("dataset 'reasoning_gym' needs the package: pip install reasoning-gym") from None
     if name not in known:
-        raise ConfigError(f"dataset 'reasoning_gym' options.task: {name!r} is unknown; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"dataset 'reasoning_gym' options.task: {name!r} is unknown{closest(name, list(known))}; known: {', '.join(sorted(known))}"
+        )
     try:
         entries = gym.create_dataset(name, seed=chosen, size=size, **settings)
     except (TypeError, AssertionError, ValueError) as error:

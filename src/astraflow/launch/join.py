@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from astraflow.config.check import typed
 from astraflow.config.experiment import Experiment, Resolved, load_experiment, resolve
@@ -14,12 +15,15 @@ from astraflow.config.processes import dataflow_url, given_token, raas_process
 from astraflow.launch.names import check_names
 from astraflow.launch.rundir import CONFIG
 from astraflow.lib.auth import read_token
-from astraflow.lib.wire import new_identity
+from astraflow.lib.wire import Identity, new_identity
 from astraflow.lib.wire_client import SyncClient
 from astraflow.protocol.control import DataflowStatus
-from astraflow.protocol.errors import AuthError, ConfigError, Unavailable
-from astraflow.protocol.routes import DataflowAPI
+from astraflow.protocol.errors import AuthError, BadMessage, ConfigError, RemoteError, Retryable, Unavailable, UserError
+from astraflow.protocol.message import Message
+from astraflow.protocol.routes import DataflowAPI, Route
 from astraflow.raas.config import RaaSProcess
+
+P = TypeVar("P", bound=Message)
 
 CALL_S = 10.0
 
@@ -30,16 +34,10 @@ def join_process(
     """A further rollout service for the job at `url`, configured by what Dataflow answers and this side's own overrides.
 
     Only `plugins` given here are imported: nothing that came over the wire names code.
-    Raises Unavailable or AuthError, naming --join or the token, when Dataflow does not answer or does not let us in.
+    Raises what `ask` raises when Dataflow does not answer or does not let us in.
     """
     token = given_token(token_file)
-    with SyncClient(url, new_identity("", token)) as client:
-        try:
-            reply = client.call(DataflowAPI.config, timeout_s=CALL_S)
-        except Unavailable as error:
-            raise Unavailable(f"--join {url}: no Dataflow answers there: {error}") from None
-        except AuthError as error:
-            raise AuthError(f"--join {url}: {error}; give the job's token by --token-file or ASTRAFLOW_TOKEN") from None
+    reply = ask(DataflowAPI.config, url, new_identity("", token), f"--join {url}")
     resolved = from_wire(reply.config, [*overrides, f"plugins={list(plugins)}"])
     check_names(resolved)
     process = raas_process(resolved, 0, token, url=url)
@@ -50,8 +48,16 @@ def join_process(
 
 
 def from_wire(config: dict[str, Any], overrides: Sequence[str] = ()) -> Resolved:
-    """A resolved experiment from Dataflow's answer; the path checks of the other machine are done again on this one."""
-    layers = Layers(dict(config))
+    """A resolved experiment from Dataflow's answer, for a rollout service on this machine.
+
+    Models must be here too; the files that only the job's own side reads (data sets, its token) need not be.
+    """
+    layers = Layers(copy.deepcopy(config))
+    for section in (layers.values.get("train_dataset"), *(layers.values.get("valid_datasets") or {}).values()):
+        if isinstance(section, dict):
+            section["path"] = ""
+    if isinstance(layers.values.get("launch"), dict):
+        layers.values["launch"]["token_file"] = ""
     for override in overrides:
         path, text = split_override(override)
         put(layers.values, path, parse_scalar(text, path))
@@ -70,8 +76,19 @@ def dataflow_status(target: str, token_file: str = "") -> DataflowStatus:
         run_id, url = experiment.experiment.run_id, dataflow_url(experiment)
         own = Path(experiment.launch.token_file or Path(experiment.experiment.run_dir) / "token")
         token = token or (read_token(own) if own.is_file() else "")
-    with SyncClient(url, new_identity(run_id, token)) as client:
-        try:
-            return client.call(DataflowAPI.status, timeout_s=CALL_S)
-        except Unavailable as error:
-            raise Unavailable(f"status {target}: no Dataflow answers at {url}: {error}") from None
+    return ask(DataflowAPI.status, url, new_identity(run_id, token), f"status {target}")
+
+
+def ask(route: Route[Any, P], url: str, identity: Identity, asked: str) -> P:
+    """One call to Dataflow. Raises Unavailable, AuthError or ConfigError in one line that begins with what was asked for."""
+    try:
+        with SyncClient(url, identity) as client:
+            return client.call(route, timeout_s=CALL_S)
+    except AuthError as error:
+        raise AuthError(f"{asked}: {error}; give the job's token by --token-file or ASTRAFLOW_TOKEN") from None
+    except Retryable as error:
+        raise Unavailable(f"{asked}: no Dataflow answers at {url}: {error}") from None
+    except (BadMessage, RemoteError) as error:
+        raise ConfigError(f"{asked}: what answers at {url} is no Dataflow of this version: {error}") from None
+    except UserError as error:
+        raise ConfigError(f"{asked}: {error}") from None

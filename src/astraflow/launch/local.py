@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,14 +22,13 @@ import msgspec
 from astraflow.launch.plan import ProcessSpec, Restart, RunBook, Terminate
 from astraflow.launch.rundir import write_json
 from astraflow.launch.watch import Observed, Watch
+from astraflow.lib.log import ERROR_MARK
 from astraflow.lib.proc import Child
 from astraflow.protocol.errors import Unavailable
 
 LOOP_S = 0.1
 """How soon the end of a process is noticed."""
 TAIL_BYTES = 16_384
-ERROR_MARK = "astraflow: error: "
-"""What the command line puts before the one line of a mistake."""
 LOGGED_ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) +\S+ [\w.]+: (.*)$")
 """An error in a process's log (the format of lib/log.py)."""
 
@@ -187,8 +186,3 @@ def tail(path: Path, start: int = 0, limit: int = 200) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-limit:]
-
-
-def exit_summary(processes: Mapping[str, Mapping[str, Any]]) -> str:
-    """`dataflow 0, raas-0 -9 0, …`: the exit codes of every process, first life first."""
-    return ", ".join(f"{name} {' '.join(map(str, process['exit_codes'])) or '–'}" for name, process in processes.items())

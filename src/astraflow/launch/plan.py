@@ -127,6 +127,8 @@ class RunBook:
         process.exit_codes.append(code)
         if self.phase in ("ending", "stopping"):
             process.state = "done" if code == 0 else "ended"
+            if self.phase == "ending" and code > 0:  # e.g. a starved trainer that outlived Dataflow: its verdict is the run's
+                self.failure = self.failure or message or f"{name} {describe_exit(code)}"
             return self._next_phase(now)
         if code == 0:
             process.state = "done"

@@ -35,18 +35,34 @@ def run_directory(resolved: Resolved, *, resume: bool) -> Iterator[Path]:
         )
     if resume and not config_file.exists():
         raise ConfigError(f"--resume: there is no run in {str(path)!r}")
-    path.mkdir(parents=True, exist_ok=True)
-    with _lock(path / "lock"):
+    with _lock(_made(path) / "lock"):
         if resume:
             experiment.experiment.run_id = _run_id(config_file)
         elif experiment.experiment.run_id == experiment.experiment.name:
             # a process left over from an older run of this name must not talk to this one
             experiment.experiment.run_id = f"{experiment.experiment.name}-{secrets.token_hex(4)}"
         if not experiment.launch.dataflow_port:
-            experiment.launch.dataflow_port = free_port(bare_host(experiment.launch.host))
+            experiment.launch.dataflow_port = _free_port(experiment.launch.host)
         (path / "logs").mkdir(exist_ok=True)
         write_config(resolved, config_file)
         yield path
+
+
+def _made(path: Path) -> Path:
+    """The directory, made and writable. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with (path / "lock").open("a"):
+            return path
+    except OSError as error:
+        raise ConfigError(f"experiment.run_dir: {str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
+def _free_port(host: str) -> int:
+    try:
+        return free_port(bare_host(host))
+    except ConfigError as error:
+        raise ConfigError(f"launch.host: {error}") from None
 
 
 def write_config(resolved: Resolved, target: Path) -> None:

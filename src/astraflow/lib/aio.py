@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from astraflow.protocol.batch import WaitEdge
-from astraflow.protocol.errors import AstraFlowError, DeadlinePassed, Retryable
+from astraflow.protocol.errors import AstraFlowError, DeadlinePassed
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -106,21 +106,6 @@ class Backoff:
     def reset(self) -> None:
         """After a success: start small again."""
         self._pause_s = self._first_s
-
-
-async def retrying(call: Callable[[], Awaitable[T]], deadline_s: float, name: str, backoff: Backoff | None = None) -> T:
-    """Call until it succeeds. Only errors marked retryable are tried again; after the deadline the last one is raised."""
-    backoff = backoff or Backoff()
-    end = time.monotonic() + deadline_s
-    while True:
-        try:
-            return await call()
-        except Retryable as error:
-            pause_s = backoff.next()
-            if time.monotonic() + pause_s >= end:
-                raise type(error)(f"{name}: gave up after {deadline_s:g} s: {error}") from error
-            log.debug("%s: %s; trying again in %.2f s", name, error, pause_s)
-            await asyncio.sleep(pause_s)
 
 
 class Waits:

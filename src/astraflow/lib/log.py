@@ -9,6 +9,9 @@ from pathlib import Path
 QUIET = ("httpx", "httpcore", "uvicorn", "uvicorn.error", "asyncio", "hpack")
 """Libraries that write a line per request; only their warnings are of interest."""
 
+ERROR_MARK = "astraflow: error: "
+"""In front of the one line of a mistake on standard error; a supervisor looks for it in the logs of its children."""
+
 
 def setup_logging(process: str, path: Path | str | None = None, level: str | int = "INFO") -> None:
     """Send the log of this process to standard error and, when given, to `path` (appended). Replaces earlier handlers.

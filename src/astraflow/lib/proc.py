@@ -18,15 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any
 
-from astraflow.lib.net import free_port
 from astraflow.protocol.errors import Unavailable
-
-__all__ = ["Child", "RestartBook", "RestartPolicy", "SupervisedChild", "Supervisor", "die_with_parent", "free_port"]
 
 log = logging.getLogger(__name__)
 
@@ -204,146 +201,6 @@ class RestartBook:
         self.restarts += 1
         pause_s: float = policy.first_s * policy.factor ** (len(self._deaths) - 1)
         return now + min(pause_s, policy.max_s)
-
-
-class SupervisedChild(Protocol):
-    """What a supervisor needs of a child; `Child` is one."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def signal(self, sig: int) -> None: ...
-
-    def terminate(self, deadline_s: float) -> int: ...
-
-
-State = Literal["running", "waiting", "ended", "failed", "stopped"]
-"""`waiting` = dead, restarts soon; `ended` = exit code 0; `failed` = given up."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What happened to a child."""
-
-    name: str
-    kind: Literal["started", "exited", "restarted", "gave_up", "ended"]
-    pid: int = 0
-    code: int | None = None
-    """Exit code, for `exited`, `ended` and `gave_up`."""
-    text: str = ""
-    """One line for people."""
-
-
-@dataclass
-class _Ward:
-    spawn: Callable[[], SupervisedChild]
-    book: RestartBook
-    child: SupervisedChild
-    state: State = "running"
-    start_at: float = 0.0
-    code: int | None = None
-    codes: list[int] = field(default_factory=list)
-
-
-class Supervisor:
-    """Several children under one policy. Driven by `poll(now)`: no threads and no clock of its own."""
-
-    def __init__(self, policy: RestartPolicy | None = None):
-        self._policy = policy or RestartPolicy()
-        self._wards: dict[str, _Ward] = {}
-
-    def add(self, name: str, spawn: Callable[[], SupervisedChild], policy: RestartPolicy | None = None) -> SupervisedChild:
-        """Start a child now; `spawn` is called again for each restart (so it may pass `--resume`)."""
-        assert name not in self._wards, f"{name} is supervised already"
-        child = spawn()
-        self._wards[name] = _Ward(spawn, RestartBook(policy or self._policy), child)
-        return child
-
-    def remove(self, name: str, deadline_s: float = 5.0) -> int | None:
-        """End a child for good and forget it; its exit code."""
-        ward = self._wards.pop(name)
-        return ward.child.terminate(deadline_s) if ward.state == "running" else ward.code
-
-    def poll(self, now: float) -> list[Event]:
-        """Look at all children, start again what is due; what happened since the last call."""
-        events: list[Event] = []
-        for name, ward in self._wards.items():
-            if ward.state == "running":
-                events += self._look(name, ward, now)
-            elif ward.state == "waiting" and now >= ward.start_at:
-                events.append(self._restart(name, ward, now))
-        return events
-
-    def _look(self, name: str, ward: _Ward, now: float) -> list[Event]:
-        code = ward.child.poll()
-        if code is None:
-            return []
-        ward.code = code
-        ward.codes.append(code)
-        pid = ward.child.pid
-        if code == 0:
-            ward.state = "ended"
-            return [Event(name, "ended", pid, code, f"{name} (pid {pid}) ended")]
-        exited = Event(name, "exited", pid, code, f"{name} (pid {pid}) {describe_exit(code)}")
-        return [exited, *self._plan(name, ward, now)]
-
-    def _plan(self, name: str, ward: _Ward, now: float) -> list[Event]:
-        start_at = ward.book.died(now)
-        if start_at is None:
-            ward.state = "failed"
-            policy = ward.book.policy
-            text = f"{name} failed {policy.limit + 1} times within {policy.window_s:g} s: given up"
-            return [Event(name, "gave_up", ward.child.pid, ward.code, text)]
-        ward.state, ward.start_at = "waiting", start_at
-        return []
-
-    def _restart(self, name: str, ward: _Ward, now: float) -> Event:
-        try:
-            ward.child = ward.spawn()
-        except Unavailable as error:
-            later = self._plan(name, ward, now)
-            return later[0] if later else Event(name, "exited", 0, None, str(error))
-        ward.state = "running"
-        return Event(name, "restarted", ward.child.pid, None, f"{name} restarted as pid {ward.child.pid} ({ward.book.restarts})")
-
-    def state(self, name: str) -> State:
-        return self._wards[name].state
-
-    def child(self, name: str) -> SupervisedChild:
-        """The present child (the last one when it has ended)."""
-        return self._wards[name].child
-
-    def restarts(self, name: str) -> int:
-        return self._wards[name].book.restarts
-
-    def exit_code(self, name: str) -> int | None:
-        """Exit code of the last life; None while it runs."""
-        ward = self._wards[name]
-        return ward.code if ward.state != "running" else None
-
-    def names(self) -> list[str]:
-        return list(self._wards)
-
-    def running(self) -> list[str]:
-        """Children that run or will run again."""
-        return [name for name, ward in self._wards.items() if ward.state in ("running", "waiting")]
-
-    def stop(self, deadline_s: float = 10.0) -> dict[str, int | None]:
-        """SIGTERM to all at once, SIGKILL to what is left at the deadline; exit code per name. Nothing is restarted after."""
-        end = time.monotonic() + deadline_s
-        alive = [ward for ward in self._wards.values() if ward.state == "running"]
-        for ward in alive:
-            ward.child.signal(signal.SIGTERM)
-        while time.monotonic() < end and any(ward.child.poll() is None for ward in alive):
-            time.sleep(0.02)
-        for ward in alive:
-            code = ward.child.poll()
-            ward.code = code if code is not None else ward.child.terminate(0.0)
-        for ward in self._wards.values():
-            ward.state = "ended" if ward.state == "ended" else "stopped"
-        return {name: ward.code for name, ward in self._wards.items()}
 
 
 def describe_exit(code: int) -> str:

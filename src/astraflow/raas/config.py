@@ -33,7 +33,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ping_s: Seconds = 5.0
     """Pause between health checks."""
     ping_deadline_s: Seconds = 60.0
-    """An engine silent for this long is killed and started again; longer than the slowest step and load."""
+    """An engine silent for this long is killed and started again: far above the slowest step (2–3 s for a full prefill on a CPU);
+    while it loads weights, `load_s` counts where that is longer."""
     load_s: Seconds = 120.0
     """Deadline of one weight load."""
     options: dict[str, Any] = {}

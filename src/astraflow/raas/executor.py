@@ -12,6 +12,7 @@ import asyncio
 import copy
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from astraflow.workflows.api import rollout_error
 log = logging.getLogger(__name__)
 
 MAX_PULL_S = 30.0
+MAX_KINDS = 200
+"""Kinds of failure that are counted by name; the system's own are about twenty."""
 RECORD_WRITES = 64
 """Groups whose records wait for the disk; more would mean that it does not keep up, and then records are left out, counted."""
 
@@ -70,9 +73,11 @@ class Executor:
         self._engine_retries, self._cancel_grace_s = engine_retries, cancel_grace_s
         self._running: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
-        self._abandoned: set[asyncio.Task[None]] = set()
+        self._episodes: set[asyncio.Task[None]] = set()
+        """References to all episode tasks: one that swallows its cancellation outlives its lease."""
         self._serial = itertools.count()
         self._logged: set[str] = set()
+        self._kinds: set[str] = set()
         self._writes = 0
         self._ending = False
         self.pullers = 0
@@ -101,6 +106,8 @@ class Executor:
     def _refusal(self, lease: Lease, program: Program | None, lane: str) -> str:
         if program is None:
             return f"workflow_id {lease.workflow_id!r} is not registered here; /register_workflow comes first"
+        if not 0 < lease.deadline_s < math.inf:  # also NaN
+            return f"deadline_s {lease.deadline_s}: expected a number of seconds above 0"
         if not lane and program.training_refusal:
             return f"generation.{program.training_refusal}"
         return self.refusal(program)
@@ -147,7 +154,7 @@ class Executor:
         """
         for delivery in self.outbox.acknowledge(call.ack):
             self.slots.acknowledged(delivery.lease_id, delivery.attempt)
-        end = time.monotonic() + min(call.wait_s, MAX_PULL_S)
+        end = time.monotonic() + max(0.0, min(call.wait_s, MAX_PULL_S))  # in this order NaN is 0
         self.pullers += 1
         try:
             while True:
@@ -201,8 +208,6 @@ class Executor:
     ) -> None:
         """The group goes to the outbox, unless the lease was cancelled or superseded meanwhile."""
         lease = held.lease
-        if not self.slots.group_done(held):
-            return
         group = Group(
             lease_id=lease.lease_id,
             attempt=lease.attempt,
@@ -211,14 +216,24 @@ class Executor:
             trajectories=trajectories,
             metrics=metrics or {},
         )
+        encoded = encode(group)  # first: what cannot be encoded must not leave a finished lease without a result
+        if not self.slots.group_done(held):
+            return
         for trajectory in trajectories:
             error = trajectory.error
             self.counts.add("raas/trajectories")
-            self.counts.add(f"raas/finish/{trajectory.finish}" if error is None else f"raas/error/{error.boundary}/{error.kind}")
-        self.outbox.put(lease.lease_id, lease.attempt, encode(group), timelines, held.lane)
+            ended = f"finish/{trajectory.finish}" if error is None else f"error/{error.boundary}/{self._kind(error.kind)}"
+            self.counts.add(f"raas/{ended}")
+        self.outbox.put(lease.lease_id, lease.attempt, encoded, timelines, held.lane)
         if self._running.get(lease.lease_id) is asyncio.current_task():
             del self._running[lease.lease_id]
         self._notify()
+
+    def _kind(self, kind: str) -> str:
+        """What a failure is counted under: a workflow that makes up a kind per failure must not fill the status."""
+        if len(self._kinds) < MAX_KINDS:
+            self._kinds.add(kind)
+        return kind if kind in self._kinds else "other"
 
     async def _run(self, held: Held, program: Program) -> None:
         started, lease = time.monotonic(), held.lease
@@ -239,6 +254,8 @@ class Executor:
         for member in members:
             task = asyncio.get_running_loop().create_task(self._run_member(held, program, member))
             task.add_done_callback(lambda _: self.slots.episode_ended(held))
+            self._episodes.add(task)
+            task.add_done_callback(self._episodes.discard)
             running[task] = member
         try:
             _, late = await asyncio.wait(running, timeout=lease.deadline_s)
@@ -254,9 +271,6 @@ class Executor:
         if late:
             _, stuck = await asyncio.wait(late, timeout=self._cancel_grace_s)
             self.counts.add("raas/episodes_abandoned", len(stuck))
-            for task in stuck:  # it swallows cancellations; keep a reference until it ends by itself
-                self._abandoned.add(task)
-                task.add_done_callback(self._abandoned.discard)
         for task in running:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error  # a bug of ours: everything that a workflow can raise is data by now
@@ -299,7 +313,8 @@ class Executor:
         trajectory.index = member.episode.index
         trajectory.record_ref = record_ref(self.instance_id, lease.lease_id, lease.attempt, trajectory.index) if self._records.keep else ""
         if trajectory.error is not None:
-            trajectory.error.message = trajectory.error.message[:500]
+            # A lone surrogate, as Python's file names have them, is no text for the wire.
+            trajectory.error.message = trajectory.error.message[:500].encode("utf-8", "replace").decode()
         return trajectory
 
     def _timelines(self, program: Program, members: list[Member]) -> dict[str, int]:

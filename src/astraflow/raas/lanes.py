@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from astraflow.protocol.errors import Conflict
+from astraflow.protocol.errors import BadMessage, Conflict
 from astraflow.protocol.rollout import Serving
 
 CLOSED_REMEMBERED = 64
 """Lanes whose end is remembered, so that a late call hears why its lane is gone."""
+MAX_LANES = 64
+"""Open ones; an evaluation needs one per instance."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class Lane:
     name: str
     versions: dict[str, Serving]
     ends_at: float
+    owner: str
+    """Incarnation of the Dataflow that opened it."""
 
 
 def same_weights(one: Serving | None, other: Serving) -> bool:
@@ -37,14 +42,20 @@ class Lanes:
     def names(self) -> list[str]:
         return list(self._open)
 
-    def open(self, name: str, versions: dict[str, Serving], deadline_s: float, serving: Mapping[str, Serving], now: float) -> None:
+    def open(
+        self, name: str, versions: dict[str, Serving], deadline_s: float, serving: Mapping[str, Serving], now: float, owner: str = ""
+    ) -> None:
         """Pin `versions`. Raises Conflict when they are not what is served. Opening an open lane again with the same ones is fine."""
         if not name:
             raise Conflict("lane: needs a name; the empty one is training")
+        if not 0 < deadline_s < math.inf:  # also NaN: such a lane would never end, and hold all loads for ever
+            raise BadMessage(f"lane {name!r}: deadline_s {deadline_s}: expected a number of seconds above 0")
+        if name not in self._open and len(self._open) >= MAX_LANES:
+            raise Conflict(f"lane {name!r}: {MAX_LANES} lanes are open already")
         for model, wanted in versions.items():
             if not same_weights(serving.get(model), wanted):
                 raise Conflict(f"lane {name!r}: {model} serves {_label(serving.get(model))}, wanted {_label(wanted)}")
-        self._open[name] = Lane(name, dict(versions), now + deadline_s)
+        self._open[name] = Lane(name, dict(versions), now + deadline_s, owner)
         self._closed.pop(name, None)
 
     def check(self, name: str) -> None:
@@ -60,6 +71,13 @@ class Lanes:
             while len(self._closed) > CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
         return was_open
+
+    def orphans(self, owner: str) -> list[str]:
+        """Lanes of another process than this one: a restarted Dataflow begins its evaluation anew and never ends them.
+
+        A caller without an incarnation (a person with curl) is no Dataflow and ends nobody's lane.
+        """
+        return [lane.name for lane in self._open.values() if owner and lane.owner and lane.owner != owner]
 
     def due(self, serving: Mapping[str, Serving], now: float) -> list[tuple[str, str]]:
         """Lanes that must close now, with the reason: past the deadline, or no longer on their versions (an engine restart)."""

@@ -19,6 +19,11 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
 
+    @property
+    def closed(self) -> bool:
+        """A load runs."""
+        return not self._open.is_set()
+
     async def passed(self) -> None:
         """Wait while a load runs; the lease's deadline bounds the wait."""
         await self._open.wait()

@@ -58,5 +58,9 @@ class Outbox:
         return len(gone)
 
     def of_dead_timeline(self, policy: str, timeline: int) -> list[str]:
-        """Lease ids of results that hold tokens which `policy` sampled on a timeline older than this one."""
-        return [parcel.delivery.lease_id for parcel in self._parcels.values() if parcel.timelines.get(policy, timeline) < timeline]
+        """Leases of training results that hold tokens which `policy` sampled on a timeline older than this one."""
+        return [
+            parcel.delivery.lease_id
+            for parcel in self._parcels.values()
+            if not parcel.lane and parcel.timelines.get(policy, timeline) < timeline
+        ]

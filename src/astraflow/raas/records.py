@@ -51,6 +51,8 @@ class Records:
                 log.warning("record %s not written: %s", ref, error)
                 continue
             with self._lock:
+                if ref in self._kept:  # the same attempt ran again after a cancellation; its older place must not delete the file
+                    self._kept.remove(ref)
                 self._kept.append(ref)
                 old = [self._kept.popleft() for _ in range(len(self._kept) - self.keep)]
             for gone in old:

@@ -107,10 +107,12 @@ class Handlers:
 
     async def eval_start(self, request: EvalStart) -> Empty:
         self._dataflow(request)
-        for model_id in request.versions:
-            sync = self._raas.sync_of(model_id)
-            if not await sync.load_ended(LANE_WAITS_FOR_LOAD_S):
-                raise Unavailable(f"lane {request.lane!r}: {model_id} is loading weights; try again")
+        syncs = {model_id: self._raas.sync_of(model_id) for model_id in request.versions}
+        await asyncio.gather(*(sync.load_ended(LANE_WAITS_FOR_LOAD_S) for sync in syncs.values()))
+        # All at the same moment, after the waits: while one model was waited for, another one may have begun to load.
+        loading = [model_id for model_id, sync in syncs.items() if sync.loading]
+        if loading:
+            raise Unavailable(f"lane {request.lane!r}: {', '.join(loading)} is loading weights; try again")
         self._raas.open_lane(request)
         return Empty()
 

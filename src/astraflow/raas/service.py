@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from astraflow.lib.aio import Tasks, Waits, one_line, poll_until
+from astraflow.lib.aio import Tasks, Waits, deadline, one_line, poll_until
 from astraflow.lib.log import setup_logging
 from astraflow.lib.metrics import Metrics
 from astraflow.lib.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ from astraflow.raas.registration import MISTAKES, Registrar
 from astraflow.raas.server import Handlers
 from astraflow.raas.slots import SlotBook
 from astraflow.raas.staging import StagingDir, staging_path
-from astraflow.raas.sync import LaneGate, ModelSync
+from astraflow.raas.sync import LaneGate, ModelSync, in_daemon_thread
 from astraflow.weights.config import ModelConfig
 from astraflow.weights.receiver import WeightReceiver
 
@@ -55,6 +55,9 @@ METRICS_S = 5.0
 COLLECTED_S = 3.0
 """While draining: without a pull for this long nobody collects any more."""
 CLOSE_S = 10.0
+RECEIVER_CLOSE_S = 5.0
+MENDED = ("streams_broken", "damaged_chunks")
+"""What transfers survived, for status: a bad network is slow, not wrong, and should be seen."""
 
 
 class RaaSManager:
@@ -92,7 +95,7 @@ class RaaSManager:
         self.executor.refusal = self._refusal
         self._lanes_idle = asyncio.Event()
         self._lanes_idle.set()
-        self._receivers: list[WeightReceiver] = []
+        self._receivers: dict[str, WeightReceiver] = {}
         for model_id, model in process.models.items():
             self._add_model(model_id, model)
         self.server = Server(process.instance_id, RaaSAPI, Handlers(self).table(), self.identity, host=process.host, port=process.port)
@@ -132,7 +135,7 @@ class RaaSManager:
         )
         self.models[model_id] = ServedModel(model_id, _engine_factory(engine.kind)(setup), tokenizer, context)
         receiver = WeightReceiver(model_id, self.process.instance_id, self.staging, self.process.weights, self.identity)
-        self._receivers.append(receiver)
+        self._receivers[model_id] = receiver
         self.syncs[model_id] = ModelSync(
             self.models[model_id],
             receiver,
@@ -238,10 +241,12 @@ class RaaSManager:
         self.executor.end_pulls()
         self._log_metrics(time.monotonic())
         await self.tasks.stop(CLOSE_S)
-        for receiver in self._receivers:
-            await asyncio.to_thread(receiver.close)
+        # A pull that waits for a silent sender ends only with its call; the process does not wait for that (it is a daemon thread).
+        receivers = [
+            deadline(in_daemon_thread(receiver.close), RECEIVER_CLOSE_S, f"weights of {name}") for name, receiver in self._receivers.items()
+        ]
         results = await asyncio.gather(
-            *(model.engine.close() for model in self.models.values()), self.programs.close(), return_exceptions=True
+            *receivers, *(model.engine.close() for model in self.models.values()), self.programs.close(), return_exceptions=True
         )
         for error in results:
             if isinstance(error, BaseException):
@@ -254,6 +259,9 @@ class RaaSManager:
     # --- what the handlers ask --------------------------------------------------------------------------------------------
 
     def heard(self, incarnation: str, only_dataflow_calls_this: bool) -> None:
+        """Every incoming call; the lanes of a Dataflow that was restarted end with the first call of its next life."""
+        for lane in self.lanes.orphans(incarnation) if only_dataflow_calls_this else ():
+            self.close_lane(lane, "Dataflow was restarted")
         if self._registrar is not None:
             self._registrar.heard(incarnation, only_dataflow_calls_this)
 
@@ -311,6 +319,7 @@ class RaaSManager:
         for name, model in self.models.items():
             tail = f"/{name}" if len(self.models) > 1 else ""
             own = {f"raas/engine/{key}": value for key, value in model.engine.report().metrics.items()}
+            own |= {f"weights/{key}": self._receivers[name].counters[key] for key in MENDED}
             out.update({key + tail: value for key, value in {**own, **self.syncs[name].last}.items()})
         return out
 
@@ -320,7 +329,7 @@ class RaaSManager:
         """Raises Conflict unless the versions are those served, Unavailable while this instance ends."""
         if self._state in ("draining", "error"):
             raise Unavailable(f"lane {call.lane!r}: {self._message}")
-        self.lanes.open(call.lane, call.versions, call.deadline_s, self.serving(), time.monotonic())
+        self.lanes.open(call.lane, call.versions, call.deadline_s, self.serving(), time.monotonic(), call.incarnation)
         self._lanes_idle.clear()
 
     def close_lane(self, lane: str, reason: str) -> None:
@@ -349,7 +358,10 @@ class RaaSManager:
             return
         values = {**self.executor.means.take(), **self.numbers(), "perf/trajectories_per_s": (made - before) / (now - since)}
         step = max((serving.version for serving in self.serving().values()), default=0)
-        self.metrics.log(step, values)
+        try:
+            self.metrics.log(step, values)
+        except OSError as error:  # a full disk costs lines, not rollouts
+            log.warning("metrics not written: %s", error)
 
 
 def _engine_factory(kind: str) -> Callable[[EngineSetup], Engine]:
@@ -386,7 +398,8 @@ async def _main(process: RaaSProcess) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, early.append, signal.Signals(number).name)
-    staging = StagingDir(staging_path(process.run_dir, process.instance_id, process.staging_dir), process.instance_id)
+    models = [model.path for model in process.models.values()]
+    staging = StagingDir(staging_path(process.run_dir, process.instance_id, process.staging_dir, models), process.instance_id)
     try:
         manager = RaaSManager(process, staging.path)
         for number in (signal.SIGTERM, signal.SIGINT):

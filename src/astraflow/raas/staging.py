@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -19,12 +20,22 @@ LOCK = "lock"
 SHM = Path("/dev/shm")
 
 
-def staging_path(run_dir: str, instance_id: str, parent: str = "") -> Path:
-    """The directory of this instance of this run: in `parent`, else in shared memory, else in the run directory."""
+COPIES = 3
+"""Staged files of one model at the same time: what an engine may start again with, what is held, what is being written."""
+
+
+def staging_path(run_dir: str, instance_id: str, parent: str = "", models: Iterable[str] = ()) -> Path:
+    """The directory of this instance of this run: in `parent`, else in shared memory, else in the run directory.
+
+    `models`: HF directories. Where shared memory could never hold their weights (64 MB is usual in a container) it is left alone.
+    """
     if parent:
         return Path(parent) / f"{PREFIX}{instance_id}"
     key = xxhash.xxh3_64_hexdigest(f"{Path(run_dir).resolve()}\0{instance_id}".encode())
-    return SHM / f"{PREFIX}{key}" if SHM.is_dir() else Path(run_dir) / "staging" / f"{PREFIX}{instance_id}"
+    needed = COPIES * sum(file.stat().st_size for model in models for file in Path(model).glob("*.safetensors"))
+    if SHM.is_dir() and shutil.disk_usage(SHM).total >= needed:  # not what is free now: a restart must find the same directory
+        return SHM / f"{PREFIX}{key}"
+    return Path(run_dir) / "staging" / f"{PREFIX}{instance_id}"
 
 
 class StagingDir:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from astraflow.lib.aio import Tasks, Waits, deadline, one_line
 from astraflow.lib.metrics import Counter
-from astraflow.protocol.errors import AstraFlowError, Conflict
+from astraflow.protocol.errors import AstraFlowError, BadMessage, Conflict
 from astraflow.protocol.rollout import Serving
 from astraflow.protocol.weights import NotifyRaaS
 from astraflow.raas.engines.base import Weights
@@ -39,7 +39,15 @@ class Receiver(Protocol):
     """What is needed of `weights.receiver.WeightReceiver`; blocking, called in a thread."""
 
     def pull(
-        self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float, stop: threading.Event
+        self,
+        sender_endpoint: str,
+        version: int,
+        digest: str,
+        *,
+        full: bool = False,
+        deadline_s: float,
+        stop: threading.Event,
+        keep: Path | None = None,
     ) -> Any: ...
 
     def abandon(self, stop: threading.Event) -> None: ...
@@ -104,7 +112,10 @@ class ModelSync:
 
     @property
     def staged(self) -> Weights | None:
-        """What a restarted engine loads: what was served, as long as its file is there, else the newest staged one."""
+        """What a restarted engine loads: what it served, else the newest staged one. A load that ended after its deadline counts."""
+        serving = self.model.serving
+        if self._staged is not None and self._staged.serving == serving:
+            return self._staged
         if self._loaded is not None and Path(self._loaded.path).exists():
             return self._loaded
         return self._staged
@@ -116,26 +127,36 @@ class ModelSync:
         return serving is not None and self._timeline > serving.timeline
 
     @property
+    def _newest_timeline(self) -> int:
+        """Of what was announced and of what is served."""
+        serving = self.model.serving
+        return max(self._timeline, -1 if serving is None else serving.timeline)
+
+    @property
     def busy(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def load_ended(self, wait_s: float) -> bool:
-        """Wait until no load closes the gate; False when it still does after `wait_s`."""
-        try:
+    @property
+    def loading(self) -> bool:
+        """A load closes the gate now."""
+        return self.model.gate.closed
+
+    async def load_ended(self, wait_s: float) -> None:
+        """Wait, at most so long, until no load closes the gate."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.model.gate.passed()
-        except TimeoutError:
-            return False
-        return True
 
     async def notice(self, notice: NotifyRaaS) -> Outcome:
-        """Take a notice and wait at most its `wait_s` for the load."""
+        """Take a notice and wait at most its `wait_s` for the load. Raises BadMessage for what names no weights."""
+        if notice.version < 0 or notice.timeline < 0:
+            raise BadMessage(f"notice of version {notice.version} on timeline {notice.timeline}: both are counted from 0")
         reason = self._nothing_to_do(notice)
         if reason:
             return Outcome("current", reason)
-        self._timeline = max(self._timeline, notice.timeline)
-        if self.rolling_back:
-            self._rollback(self.model.model_id, self._timeline)
+        before, self._timeline = self._newest_timeline, notice.timeline
+        if notice.timeline > before >= 0:  # whatever is served now: an engine that restarts may serve nothing
+            self._rollback(self.model.model_id, notice.timeline)
         self._want(notice)
         if self._task is None or self._task.done():
             self._task = self._tasks.spawn(f"weights {self.model.model_id}", self._work())
@@ -162,13 +183,11 @@ class ModelSync:
         return True
 
     def _nothing_to_do(self, notice: NotifyRaaS) -> str:
-        """The no-op rule; empty = pull."""
+        """The no-op rule; empty = pull. A dead timeline's notice may come late, while its successor's weights are not here yet."""
+        if notice.timeline < self._newest_timeline:
+            return f"timeline {notice.timeline} is dead: it is {self._newest_timeline} now"
         serving = self.model.serving
-        if serving is None:
-            return ""
-        if notice.timeline < serving.timeline:
-            return f"timeline {notice.timeline} is dead: timeline {serving.timeline} is served"
-        if notice.timeline > serving.timeline:
+        if serving is None or notice.timeline > serving.timeline:
             return ""
         if notice.version < serving.version:
             return f"version {serving.version} is newer"
@@ -232,11 +251,14 @@ class ModelSync:
             return  # a newer one came while a lane was open
         serving = self.model.serving
         rollback = serving is not None and notice.timeline > serving.timeline
+        keep = Path(self.staged.path) if self.staged else None  # an engine that dies before the load ended comes back with it
         self.message = f"pulling version {notice.version}"
         with self._waits.waiting(f"raas:{self.model.model_id}", notice.sender_endpoint, self.message, self._pull_s):
-            pull = partial(self._receiver.pull, full=rollback, deadline_s=self._pull_s, stop=self._stop)
+            pull = partial(self._receiver.pull, full=rollback, deadline_s=self._pull_s, stop=self._stop, keep=keep)
             staged = await in_daemon_thread(lambda: pull(notice.sender_endpoint, notice.version, notice.digest))
         await self._lanes_idle(notice)
+        if notice.timeline < self._timeline:
+            return  # its timeline died meanwhile; the successor's notice is waiting
         weights = Weights(path=str(Path(staged.path)), timeline=notice.timeline, version=staged.version, digest=staged.digest)
         self._staged = weights
         self.message = f"loading version {notice.version}"

@@ -182,8 +182,11 @@ def stale(docs_dir: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 with --check when a page is stale."""
+    """Exit status 1 with --check when a page is stale, 2 for an unknown argument."""
     paths = [argument for argument in arguments if argument != "--check"]
+    if len(paths) > 1 or any(path.startswith("-") for path in paths):
+        sys.stderr.write("usage: python -m astraflow.tools.docs [--check] [DIRECTORY]\n")
+        return 2
     docs_dir = Path(paths[0] if paths else "docs")
     old = stale(docs_dir)
     if "--check" in arguments:

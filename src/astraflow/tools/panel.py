@@ -5,6 +5,7 @@ Takes plain values, so that whoever watches a run (the supervisor, `status`) can
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -50,12 +51,21 @@ class View:
     """What Dataflow saw."""
 
 
+class SteadyConsole(Console):
+    """A console whose reader may leave: Ctrl-C ends `astraflow run … | tee log` at its reader first, and the run has yet to drain."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the process."""
+        self.quiet = True
+        fall_silent()
+
+
 class Panel:
     """Shows views one after the other; `with Panel(…) as panel: panel.show(view)`."""
 
     def __init__(self, title: str, max_steps: Mapping[str, int], console: Console | None = None) -> None:
         self._title, self._max_steps = title, dict(max_steps)
-        self._console = console or Console()
+        self._console = console or SteadyConsole()
         self._live: Live | None = None
         self._drawn_at = -1.0
         self._line_at = 0.0
@@ -74,10 +84,22 @@ class Panel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
+            try:
+                self._live.stop()
+            except OSError:
+                fall_silent()
 
     def show(self, view: View) -> None:
-        """Draw the view if the last one is old enough; events and evaluations are always printed as lines."""
+        """Draw the view if the last one is old enough; events and evaluations are always printed as lines.
+
+        A terminal that was closed, or a pipe whose reader left, is no reason to lose a run: it goes on without a word.
+        """
+        try:
+            self._show(view)
+        except OSError:
+            fall_silent()
+
+    def _show(self, view: View) -> None:
         for trainer in view.status.trainers if view.status is not None and view.status.started else ():
             self._first.setdefault(trainer.model_id, (view.age_s, trainer.version))
         self._say_news(view)
@@ -149,6 +171,14 @@ def plain_line(view: View, max_steps: Mapping[str, int], first: Mapping[str, tup
     if left := eta_s(view, max_steps, first):
         parts.append(f"about {clock(left)} left")
     return "  ".join(parts)
+
+
+def fall_silent() -> None:
+    """Standard output and error of this process go nowhere from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    os.close(null)
 
 
 def process_table(view: View) -> Table:

@@ -19,9 +19,9 @@ import msgspec
 from rich.console import Console
 
 from astraflow.dataflow.ledger import Ledger
-from astraflow.lib.jsonl import read_jsonl
 from astraflow.protocol.control import DataflowStatus, EvalResult, LedgerCounts, RaaSStatus
 from astraflow.protocol.errors import ConfigError
+from astraflow.tools.panel import SteadyConsole
 
 T = TypeVar("T")
 ACCURACY = "avg@"
@@ -88,6 +88,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Policy → gap in versions → trained trajectories."""
     wait_share: dict[str, float]
     """Policy → share of the trainer's time spent waiting for a batch."""
+    effective: dict[str, float] = {}
+    """Policy → rows that carried a gradient as a share of the rows trained on (numerics 10)."""
     reward: dict[str, Curve]
     """Mean training reward per step."""
     evals: list[EvalResult]
@@ -108,7 +110,7 @@ def write(run_dir: Path, console: Console | None = None) -> Report:
     """Make report.json and report.png, print the table, and return the numbers. Raises ConfigError when there is no run."""
     report = build(run_dir)
     (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    show(report, console or Console(soft_wrap=True))
+    show(report, console or SteadyConsole(soft_wrap=True))
     draw(report, run_dir / "report.png")
     return report
 
@@ -118,8 +120,7 @@ def build(run_dir: Path) -> Report:
     if not (run_dir / "observed.json").is_file():
         raise ConfigError(f"report {str(run_dir)!r}: not the directory of a run (it has no observed.json)")
     seen, ended = _read(run_dir / "observed.json", Seen), _read(run_dir / "outcome.json", Ended)
-    metrics = run_dir / "metrics.jsonl"
-    rows = list(read_jsonl(metrics)) if metrics.is_file() else []
+    rows = metric_rows(run_dir / "metrics.jsonl")
     status = seen.status
     policies = [trainer.model_id for trainer in status.trainers] if status else []
     ledger, staleness = books(run_dir, policies) or (status.ledger if status else None, status.staleness if status else {})
@@ -144,12 +145,25 @@ def build(run_dir: Path) -> Report:
         syncs=count_syncs([*seen.past_lives, *seen.instances.values()]),
         staleness=staleness,
         wait_share=wait_shares(rows),
+        effective=effective_shares(rows),
         reward=curves(rows, "reward/mean"),
         evals=seen.evals,
         accuracy=accuracies(seen.evals, rows),
         processes=ended.processes,
         events=[*ended.events, *seen.events],
     )
+
+
+def metric_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. One that a killed process or a full disk left torn costs its numbers, not the report."""
+    rows = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+        try:
+            row = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            continue
+        rows.append(row)
+    return rows
 
 
 def books(run_dir: Path, policies: Iterable[str]) -> tuple[LedgerCounts, dict[str, dict[int, int]]] | None:
@@ -210,6 +224,17 @@ def wait_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {policy: waited[policy] / whole[policy] for policy in waited if whole[policy] > 0}
 
 
+def effective_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Rows that carried a gradient as a share of all trained rows, per policy; zero-variance groups carry none (numerics 10)."""
+    all_rows, live = list(rows), {}
+    totals = curves(all_rows, "rollout/rows")
+    for policy, curve in curves(all_rows, "policy/effective_rows").items():
+        whole = sum(totals[policy].values) if policy in totals else 0.0
+        if whole > 0:
+            live[policy] = sum(curve.values) / whole
+    return live
+
+
 def versions(status: DataflowStatus | None, rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Newest version per policy; the last step may have come after the last look at Dataflow."""
     newest = {trainer.model_id: trainer.version for trainer in status.trainers} if status else {}
@@ -259,6 +284,10 @@ def lines(report: Report) -> list[tuple[str, str]]:
     equation = f"made {counts['made']} = trained {counts['trained']} + dropped {counts['dropped']} + in flight {counts['in_flight']}"
     out.append(("rollouts", equation + ("  (adds up)" if report.adds_up else "  (DOES NOT ADD UP)")))
     out.append(("dropped", "  ".join(f"{reason} {count}" for reason, count in report.dropped.items()) or "none"))
+    for policy, share in report.effective.items():
+        out.append((f"effective batch {policy}", f"{share:.0%} of the trained rows carried a gradient"))
+    if counts["trained"]:
+        out.append(("spent", f"{counts['made'] / counts['trained']:.2f} rollouts per trained one"))
     for policy, curve in report.reward.items():
         last = curve.values[-5:]
         out.append((f"reward {policy}", f"{curve.values[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}"))

@@ -23,6 +23,7 @@ from astraflow.protocol.errors import UserError
 from astraflow.tools.report import Curve, Report
 
 JOB_DEADLINE_S = 1800.0
+SEEDS, SEEDS_MEAN = (0, 1, 2), 0.65
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class Job:
     recipe: str
     overrides: tuple[str, ...]
     conditions: Mapping[str, Callable[[Report], bool]]
+
+
+class Kept(msgspec.Struct):
+    """What is read of `evidence/<job>.json`."""
+
+    report: Report
 
 
 def heldout(report: Report) -> Curve:
@@ -56,7 +63,7 @@ LEARNS: dict[str, Callable[[Report], bool]] = {
     "run <= 6 minutes": lambda report: report.wall_s <= 360,
 }
 JOBS: dict[str, Job] = {
-    **{f"quickstart-seed{seed}": Job("recipes/quickstart.yaml", (f"experiment.seed={seed}",), LEARNS) for seed in (0, 1, 2)},
+    **{f"quickstart-seed{seed}": Job("recipes/quickstart.yaml", (f"experiment.seed={seed}",), LEARNS) for seed in SEEDS},
     "quickstart-shuffled": Job(
         "recipes/quickstart.yaml",
         ("train_dataset.options.shuffle_answers=true",),
@@ -94,6 +101,17 @@ def measure(name: str, job: Job, out: Path) -> bool:
     return all(shown.values())
 
 
+def mean_over_seeds(out: Path) -> float | None:
+    """Mean final held-out accuracy of the quick start over its seeds; None while one of them is not measured."""
+    final = []
+    for seed in SEEDS:
+        path = out / f"quickstart-seed{seed}.json"
+        if not path.is_file():
+            return None
+        final.append(heldout(msgspec.json.decode(path.read_bytes(), type=Kept).report).values[-1])
+    return sum(final) / len(final)
+
+
 def commit() -> str:
     """Commit of the checkout; marked when there are changes that it does not hold."""
     done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False)
@@ -126,6 +144,10 @@ def main(names: list[str]) -> int:
             sys.stderr.write(f"evidence: {name!r} is no job; known: {', '.join(JOBS)}\n")
             return 2
     shown = [measure(name, JOBS[name], Path("evidence")) for name in names or list(JOBS)]
+    mean = mean_over_seeds(Path("evidence"))
+    if mean is not None:
+        shown.append(mean >= SEEDS_MEAN)
+        say(f"{'ok  ' if shown[-1] else 'FAIL'} quickstart: mean held-out accuracy over seeds {mean:.3f}, expected >= {SEEDS_MEAN}")
     return 0 if all(shown) else 1
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from astraflow.weights.config import ModelConfig, WeightsConfig
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+AboveZero = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+CLIPS = {"gspo": (3e-4, 4e-4)}
+"""Clip distances of losses whose ratio is another quantity than a token's: a sequence mean moves far less (numerics 14)."""
+SELF_WEIGHING = ("m2po", "cispo", "sapo")
+"""Losses whose own ratio is θ/behav already, so that a weight prox/behav would count it twice (numerics 13 to 15)."""
 
 
 class Section(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -20,55 +32,61 @@ class PPOConfig(Section, kw_only=True):
     """Name in the `advantages` family: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, reward, or `module:attr`."""
     loss: str = "ppo"
     """Name in the `losses` family: ppo, m2po, gspo, cispo, sapo, or `module:attr`."""
-    clip_low: float = 0.2
-    """Lower clip distance: ratios below 1 − clip_low carry no gradient for A < 0."""
-    clip_high: float = 0.2
-    """Upper clip distance; DAPO's clip-higher sets it above clip_low. GSPO uses 3e-4 and 4e-4."""
-    dual_clip: float | None = None
+    clip_low: NotNegative | None = None
+    """Lower clip distance: ratios below 1 − clip_low carry no gradient for A < 0; None = the loss's own: 0.2, for gspo 3e-4."""
+    clip_high: NotNegative | None = None
+    """Upper clip distance; DAPO's clip-higher sets it above clip_low; None = the loss's own: 0.2, for gspo 4e-4."""
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """c > 1: the loss of tokens with A < 0 is at most c·|A|; None = off."""
-    tis_c: float | None = None
+    tis_c: AboveZero | None = None
     """Truncated importance sampling: weight sg(min(prox/behav, C)) and ratio θ/prox (decoupled PPO); None = ratio θ/behav."""
-    mis_low: float | None = None
+    mis_low: NotNegative | None = None
     """Masked importance sampling: weights prox/behav below this are zeroed; None = no lower bound."""
-    mis_high: float | None = None
+    mis_high: AboveZero | None = None
     """Weights above this are zeroed; None = no upper bound."""
     weight_level: Literal["token", "sequence"] = "token"
     """Whether prox/behav is taken per token or as the product over a row's own loss tokens."""
-    m2po_tau: float = 0.01
+    m2po_tau: AboveZero = 0.01
     """Bound on the second moment of log(θ/behav) (numerics 15)."""
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: AboveZero = 1.0
     """SAPO's temperature for A > 0."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: AboveZero = 1.05
     """SAPO's temperature for A ≤ 0."""
-    std_eps: float = 1e-4
+    std_eps: NotNegative = 1e-4
     """Added to the unbiased group standard deviation."""
     denominator: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """token_mean: N = the policy's loss tokens of the whole optimizer batch; None = the estimator's own (constant B·L_max for dr_grpo)."""
-    denominator_tokens: float | None = None
+    denominator_tokens: AboveZero | None = None
     """Value of `constant`; None = trajectories of the optimizer batch × max_new_tokens."""
     truncated: Literal["train", "mask"] = "train"
     """What to do with rows that the engine cut off (`finish: length`); `mask` = loss 0 and out of N (numerics 11)."""
-    kl_reward: float = 0.0
+    kl_reward: NotNegative = 0.0
     """Coefficient of k1 on (log behav − log ref) in the token rewards; needs a reference."""
-    kl_loss: float = 0.0
+    kl_loss: NotNegative = 0.0
     """Coefficient of the KL loss term; needs a reference."""
     kl_loss_kind: str = "k3"
     """k2 or k3; k1 is refused: its expected gradient is zero."""
-    entropy: float = 0.0
+    entropy: NotNegative = 0.0
     """Coefficient of the entropy bonus over loss tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "kl_reward", "kl_loss", "entropy"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number ≥ 0")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip is {self.dual_clip}, expected a number > 1 or null")
-        if self.tis_c is not None and self.tis_c <= 0:
-            raise ValueError(f"tis_c is {self.tis_c}, expected a number > 0 or null")
         if self.kl_loss_kind not in ("k2", "k3"):
             raise ValueError(f"kl_loss_kind is {self.kl_loss_kind!r}, expected k2 or k3 (k1 as a loss has zero expected gradient)")
-        if self.m2po_tau <= 0:
-            raise ValueError(f"m2po_tau is {self.m2po_tau}, expected a number > 0")
+        if self.mis_low is not None and self.mis_high is not None and self.mis_low > self.mis_high:
+            raise ValueError(f"mis_low is {self.mis_low}, expected at most mis_high = {self.mis_high}")
+        if self.loss in SELF_WEIGHING and self.is_corrected:
+            raise ValueError(f"loss is {self.loss!r}, which weighs by θ/behav itself; tis_c and mis_* go with ppo and gspo")
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Bounds of the clipped ratio, around 1."""
+        low, high = CLIPS.get(self.loss, (0.2, 0.2))
+        return 1 - (low if self.clip_low is None else self.clip_low), 1 + (high if self.clip_high is None else self.clip_high)
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether prox/behav enters as a detached weight (TIS or MIS)."""
+        return self.tis_c is not None or self.mis_low is not None or self.mis_high is not None
 
     @property
     def needs_reference(self) -> bool:
@@ -79,40 +97,32 @@ class PPOConfig(Section, kw_only=True):
 class OptimizerConfig(Section, kw_only=True):
     """AdamW on the fp32 masters and its learning-rate schedule."""
 
-    lr: float = 1e-6
+    lr: NotNegative = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the first and second moment."""
-    eps: float = 1e-8
+    eps: AboveZero = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this global norm; 0 = off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Optimizer steps of linear warm-up; step k (from 1) uses k/warmup of the peak."""
-    total_steps: int | None = None
+    total_steps: Positive | None = None
     """Where linear and cosine end; None = max_steps × optimizer steps per batch."""
-    min_lr_fraction: float = 0.0
+    min_lr_fraction: Share = 0.0
     """Where linear and cosine end, as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr is {self.lr}, expected a number ≥ 0")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}, expected an integer ≥ 0")
-        if not 0 <= self.min_lr_fraction <= 1:
-            raise ValueError(f"min_lr_fraction is {self.min_lr_fraction}, expected a number in [0, 1]")
 
 
 class CheckpointConfig(Section, kw_only=True):
     """Durable training state under `<run_dir>/checkpoints/<model_id>/`."""
 
-    every: int = 10
+    every: Count = 10
     """Steps between checkpoints; 0 = only at the end."""
-    keep: int = 1
+    keep: Positive = 1
     """Complete checkpoints that are kept."""
     at_end: bool = True
     """Save when training ends or is drained."""
@@ -121,41 +131,29 @@ class CheckpointConfig(Section, kw_only=True):
     resume: bool = True
     """Start from the newest complete checkpoint of this run directory; false ignores those of other runs."""
 
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 1:
-            raise ValueError(f"every is {self.every} and keep is {self.keep}, expected every ≥ 0 and keep ≥ 1")
-
 
 class StopRule(Section, kw_only=True):
     """End early when the mean of a metric over the last steps reaches a bound."""
 
     metric: str = "reward/mean"
     """A metric of the step."""
-    window: int = 5
+    window: Positive = 5
     """Steps in the mean."""
     at_least: float
     """Bound that ends the run."""
-    not_before: int = 0
+    not_before: Count = 0
     """Steps that are taken in any case."""
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}, expected an integer ≥ 1")
 
 
 class PackingConfig(Section, kw_only=True):
     """How rows become forward passes."""
 
-    max_nodes: int = 2048
+    max_nodes: Positive = 2048
     """Tokens of one packed forward after prefix sharing; attention costs its square. One longer row is a pass of its own."""
-    head_chunk_bytes: int = 64 * 1024 * 1024
+    head_chunk_bytes: Positive = 64 * 1024 * 1024
     """fp32 logits that exist at once; more are recomputed in the backward pass."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
-
-    def __post_init__(self) -> None:
-        if self.max_nodes < 1 or self.head_chunk_bytes < 1:
-            raise ValueError(f"max_nodes is {self.max_nodes}, head_chunk_bytes is {self.head_chunk_bytes}, expected integers ≥ 1")
 
 
 class ReferenceConfig(Section, kw_only=True):
@@ -163,30 +161,26 @@ class ReferenceConfig(Section, kw_only=True):
 
     kind: Literal["initial", "ema"] = "initial"
     """`initial` = the model as loaded; `ema` = a moving average of the trained weights."""
-    ema_decay: float = 0.99
+    ema_decay: Decay = 0.99
     """Share of the old reference kept per step."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay is {self.ema_decay}, expected a number in [0, 1)")
 
 
 class DeadlineConfig(Section, kw_only=True):
     """Every wait of the trainer, in seconds."""
 
-    batch_poll_s: float = 5.0
+    batch_poll_s: AboveZero = 5.0
     """One long-poll of /batch; a drain waits for it at most."""
-    batch_s: float = 1800.0
+    batch_s: AboveZero = 1800.0
     """Longest wait for one batch."""
-    dataflow_s: float = 300.0
+    dataflow_s: AboveZero = 300.0
     """How long Dataflow may be unreachable before the trainer gives up."""
-    call_s: float = 60.0
+    call_s: AboveZero = 60.0
     """One call to Dataflow."""
-    publish_s: float = 120.0
+    publish_s: AboveZero = 120.0
     """Digest of a published version."""
-    drain_s: float = 20.0
+    drain_s: AboveZero = 20.0
     """How long an unreachable Dataflow is called once the trainer is told to end."""
-    final_eval_s: float = 600.0
+    final_eval_s: AboveZero = 600.0
     """The evaluation after the last step."""
 
 
@@ -195,19 +189,19 @@ class TrainEngineConfig(Section, kw_only=True):
 
     backend: str = "local"
     """Name in the `backends` family."""
-    train_batch_size: int = 64
+    train_batch_size: Positive = 64
     """Trajectories per batch."""
-    max_steps: int = 100
+    max_steps: Positive = 100
     """Versions after which training ends."""
-    eval_freq: int = 0
+    eval_freq: Count = 0
     """Steps between evaluations; 0 = none during training."""
     final_eval: bool = True
     """Evaluate the last version and wait for the result (only when eval_freq > 0)."""
-    minibatches: int = 1
+    minibatches: Positive = 1
     """Optimizer steps that one batch is cut into, on group boundaries."""
-    epochs: int = 1
+    epochs: Positive = 1
     """Passes over one batch."""
-    threads: int = 1
+    threads: Count = 1
     """torch threads; 0 = torch's default (all cores). More threads than free cores cost far more than they give: they wait for
     each other at every operation (measured: 3 s per step with one thread, 20 s with two on a busy two-core machine)."""
     forward_masters: bool = False
@@ -226,14 +220,6 @@ class TrainEngineConfig(Section, kw_only=True):
     """Used when a KL coefficient is set."""
     deadlines: DeadlineConfig = msgspec.field(default_factory=DeadlineConfig)
     """Named waits."""
-
-    def __post_init__(self) -> None:
-        for name in ("train_batch_size", "max_steps", "minibatches", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected an integer ≥ 1")
-        for name in ("threads", "eval_freq"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected an integer ≥ 0")
 
     @property
     def optimizer_steps(self) -> int:

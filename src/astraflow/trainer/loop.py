@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from astraflow.lib.metrics import Metrics
+from astraflow.lib.registry import closest
 from astraflow.protocol.batch import BatchReply
 from astraflow.protocol.control import EvalResult, NotifyVersion, Ready
 from astraflow.protocol.errors import DeadlinePassed, Retryable, UnknownName
@@ -246,7 +247,10 @@ class AstraFlowPPOTrainer:
         if rule is None:
             return
         if rule.metric not in values:
-            raise UnknownName(f"trainer.stop.metric {rule.metric!r} is not a metric of the step; known: {', '.join(sorted(values))}")
+            raise UnknownName(
+                f"trainer.stop.metric: {rule.metric!r} is no metric of a step{closest(rule.metric, list(values))}; "
+                f"known: {', '.join(sorted(values))}"
+            )
         self.progress.window.append(values[rule.metric])
         while len(self.progress.window) > rule.window:
             self.progress.window.popleft()
@@ -335,6 +339,7 @@ def batch_metrics(batch: RaggedBatch, version: int) -> dict[str, float]:
     gaps = (version - batch.tokens["versions"][mask]).astype(np.float64)
     values = {
         "rollout/trajectories": float(len(first)),
+        "rollout/rows": float(batch.n_rows),
         "rollout/groups": float(len(group)),
         "rollout/loss_tokens": float(mask.sum()),
         "rollout/truncated": float((rows["finish"][first] == TRUNCATED).mean()) if len(first) else 0.0,

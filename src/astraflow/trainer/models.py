@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
 
 def load_model(config: ModelConfig, attention: str) -> nn.Module:
     """The causal language model in `config.path`, fp32, in training mode. Raises ConfigError for what cannot be trained here."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -37,7 +38,10 @@ def load_model(config: ModelConfig, attention: str) -> nn.Module:
 
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError(f"model.path {config.path!r}: no config.json there; expected a Hugging Face model directory")
-    architecture = AutoConfig.from_pretrained(config.path, local_files_only=True)
+    try:
+        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path {config.path!r}: config.json names no model that transformers knows: {error}") from None
     for name, value in config.options.items():
         if not hasattr(architecture, name):
             raise ConfigError(f"model.options.{name}: {type(architecture).__name__} has no such field")
@@ -47,9 +51,12 @@ def load_model(config: ModelConfig, attention: str) -> nn.Module:
             raise ConfigError(f"model.path {config.path!r}: {name} is set, which this trainer does not apply to logits")
     if getattr(architecture, "sliding_window", None) and getattr(architecture, "use_sliding_window", True):
         raise ConfigError(f"model.path {config.path!r}: sliding-window attention is not supported by prefix packing")
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        config.path, config=architecture, dtype=torch.float32, attn_implementation=attention, local_files_only=True
-    )
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            config.path, config=architecture, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes that the options have changed
+        raise ConfigError(f"model.path {config.path!r}: the weights cannot be loaded: {error}") from None
     return model.train()
 
 

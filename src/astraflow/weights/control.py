@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import select
+import signal
 import socket
 import sys
 import threading
@@ -111,7 +112,15 @@ class SenderLink:
             self._switch.claim(half, time.monotonic(), patience_s)
             self._claim, self._granted = Claim(self._numbers, half, patience_s), None
             self._send(self._claim)
-        self._wait(lambda: self._granted is not None, patience_s + GRACE_S, f"readers of half {half} to leave")
+        wait = (lambda: self._granted is not None, patience_s + GRACE_S, f"readers of half {half} to leave")
+        try:
+            self._wait(*wait)
+        except DeadlinePassed:
+            # It cancels readers by itself, so one that does not grant is stuck. Killed, its next life has no readers and grants at once;
+            # what its sockets still hold of the half is noticed by the receivers' checksums.
+            log.error("%s (pid %d) does not answer: killed", self._name, self.pid)
+            self._kill()
+            self._wait(*wait)
         granted = self._granted
         assert granted is not None
         return granted
@@ -152,6 +161,11 @@ class SenderLink:
             if self._life.child.wait(deadline_s) is None:
                 self._life.child.terminate(deadline_s)
             self._life.sock.close()
+
+    def _kill(self) -> None:
+        with self._changed:
+            if self._life is not None:
+                self._life.child.signal(signal.SIGKILL)
 
     def _merged(self) -> dict[str, dict[str, float]]:
         names = self._past_receivers.keys() | self._stats.receivers.keys()
@@ -196,7 +210,10 @@ class SenderLink:
             self._listen(life)
         except BadMessage as error:
             trouble = f" ({error})"
-        return describe_exit(life.child.terminate(5.0 if self._closing.is_set() else 1.0)) + trouble
+        try:
+            return describe_exit(life.child.terminate(5.0 if self._closing.is_set() else 1.0)) + trouble
+        except AstraFlowError as error:  # not even SIGKILL ends it; the next life says what comes of that (its port is taken)
+            return f"{error}{trouble}"
 
     def _between_lives(self, why: str) -> bool:
         """Book the death; False when the sender is given up."""

@@ -74,9 +74,10 @@ class Fetch:
         if old is None or (old.chunk_bytes, old.chunk_hashes) != (ticket.chunk_bytes, ticket.chunk_hashes):
             self._verified = bytearray(len(ticket.chunk_hashes))
         self._ticket, self._end_s = ticket, end_s
-        if not self._aborted:
-            self._error = None
-            self._stop.clear()
+        with self._lock:
+            if not self._aborted:
+                self._error = None
+                self._stop.clear()
         missing = [i for i, done in enumerate(self._verified) if not done]
         parts = max(1, min(self._streams, len(missing)))
         spans = [missing[len(missing) * k // parts : len(missing) * (k + 1) // parts] for k in range(parts)]
@@ -93,8 +94,7 @@ class Fetch:
 
     def abort(self, error: AstraFlowError) -> None:
         """From another thread: `run` raises this error soon, now and whenever it is called again."""
-        self._aborted = True
-        self._fail(error)
+        self._fail(error, for_good=True)
 
     def _guard(self, chunks: list[int]) -> None:
         """Body of a thread: the first error stops them all."""
@@ -106,8 +106,9 @@ class Fetch:
         except OSError as error:
             self._fail(Unavailable(f"weight stream: {error}"))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, for_good: bool = False) -> None:
         with self._lock:
+            self._aborted = self._aborted or for_good
             if self._error is None:
                 self._error = error
             self._stop.set()

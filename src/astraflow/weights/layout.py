@@ -24,6 +24,7 @@ WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 PAGE = 4096
 MAX_TENSORS = 1_000_000
 MAX_NAME = 512
+MAX_AXES = 16
 HEADER_KEY = "__metadata__"
 """A safetensors name that is not a tensor's."""
 
@@ -115,7 +116,7 @@ def check(tensors: Iterable[TensorMeta], tied: Mapping[str, str], size_bytes: in
         word = WORD_BYTES.get(t.dtype)
         if word is None or not t.name or len(t.name) > MAX_NAME or t.name == HEADER_KEY or t.name in seen:
             raise LayoutMismatch(f"tensor {t.name[:MAX_NAME]!r} of {t.dtype[:16]}: name or dtype not accepted")
-        if any(extent < 0 for extent in t.shape) or math.prod(t.shape) * word != t.size_bytes:
+        if len(t.shape) > MAX_AXES or any(extent < 0 for extent in t.shape) or math.prod(t.shape) * word != t.size_bytes:
             raise LayoutMismatch(f"tensor {t.name!r}: shape {t.shape} of {t.dtype} does not have {t.size_bytes} bytes")
         if t.offset != offset or offset % word:
             raise LayoutMismatch(f"tensor {t.name!r}: offset {t.offset} leaves a hole or is not aligned (expected {offset})")
@@ -123,7 +124,8 @@ def check(tensors: Iterable[TensorMeta], tied: Mapping[str, str], size_bytes: in
         offset += t.size_bytes
     if offset != size_bytes or offset > max_bytes or offset == 0:
         raise LayoutMismatch(f"layout of {offset} bytes: {size_bytes} announced, {max_bytes} accepted")
-    bad = [alias for alias, target in tied.items() if target not in seen or alias in seen or not 0 < len(alias) <= MAX_NAME]
+    taken = seen | {HEADER_KEY}
+    bad = [alias for alias, target in tied.items() if target not in seen or alias in taken or not 0 < len(alias) <= MAX_NAME]
     if bad or len(tied) > MAX_TENSORS:
         raise LayoutMismatch(f"tied names {bad[:3]} do not fit the tensors")
     layout = Layout(rows, dict(tied))

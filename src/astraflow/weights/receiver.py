@@ -37,7 +37,7 @@ from astraflow.protocol.errors import (
 )
 from astraflow.protocol.routes import SenderAPI
 from astraflow.weights import codec, delta, layout
-from astraflow.weights.config import MAX_CHUNK_BYTES, WeightsConfig
+from astraflow.weights.config import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, WeightsConfig
 from astraflow.weights.fetch import Fetch, FetchCounts
 from astraflow.weights.staging import Draft, Staging
 
@@ -116,9 +116,11 @@ class WeightReceiver:
         full: bool = False,
         deadline_s: float,
         stop: threading.Event | None = None,
+        keep: Path | None = None,
     ) -> Staged:
         """Get exactly this version. `digest` empty = whatever the sender published under that number; `full` = no delta.
-        `stop`: what `abandon` ends this pull by.
+        `stop`: what `abandon` ends this pull by. `keep`: a staged file that must stay besides the held one (an engine that
+        serves it may have to start again); every other one is removed.
 
         Raises Conflict when the sender does not have it (superseded, or another digest), DigestMismatch for bytes that stay wrong,
         LayoutMismatch, Unavailable or DeadlinePassed otherwise. `held` changes only when the new file is in place.
@@ -126,6 +128,7 @@ class WeightReceiver:
         if version < 0 or (digest and not _DIGEST.fullmatch(digest)):
             raise WeightError(f"version {version} with digest {digest[:64]!r}: expected a version ≥ 0 and 32 hex digits")
         with self._lock:
+            self._staging.clean({path for path in (self.path, keep) if path is not None})
             return self._pull(_Pull(self, sender_endpoint, version, digest, full, deadline_s, stop or threading.Event()), version)
 
     def _pull(self, call: _Pull, version: int) -> Staged:
@@ -188,7 +191,6 @@ class _Pull:
 
     def run(self) -> Staged:
         receiver = self._receiver
-        receiver._staging.clean(receiver.path)
         if not self._full and (staged := self._already_held()) is not None:
             return staged
         if receiver._held is not None and receiver.config.delta and not self._full:
@@ -197,7 +199,7 @@ class _Pull:
             except (WeightError, Retryable) as error:
                 if time.monotonic() >= self._end_s:
                     raise
-                self._fall_back(one_line(error))
+                self._fall_back(one_line(error), type(error).__name__)
         self._pause(0)
         return self._transfer("full")
 
@@ -212,9 +214,10 @@ class _Pull:
             return None
         return self._staged(held[0], "held", -1)
 
-    def _fall_back(self, why: str) -> None:
+    def _fall_back(self, why: str, kind: str = "") -> None:
+        """`kind`: what to count it under, where the reason is a text that never comes twice."""
         self._fallback = why
-        self._receiver.counters[f"fallback: {why[:200]}"] += 1
+        self._receiver.counters[f"fallback: {kind or why[:200]}"] += 1
         log.warning("%s: version %d: no delta: %s", self._receiver.model_id, self._version, why)
 
     def _staged(self, path: Path, mode: Literal["full", "delta", "held"], changed: int) -> Staged:
@@ -298,7 +301,7 @@ class _Pull:
             got = f"version {ticket.version} with digest {ticket.digest[:64]!r}"
             raise DigestMismatch(f"ticket for {got}, not version {self._version} with {self._digest!r}")
         size, most = ticket.size_bytes, sender.shape.size_bytes
-        chunks = -(-size // ticket.chunk_bytes) if 0 < ticket.chunk_bytes <= MAX_CHUNK_BYTES else -1
+        chunks = -(-size // ticket.chunk_bytes) if MIN_CHUNK_BYTES <= ticket.chunk_bytes <= MAX_CHUNK_BYTES else -1
         fits = size == most if ticket.mode == "full" else 0 < size <= most
         if not fits or chunks != len(ticket.chunk_hashes) or not 0 < ticket.stream_port < 65536:
             raise WeightError(f"ticket of {size} bytes in {len(ticket.chunk_hashes)} chunks of {ticket.chunk_bytes}: not acceptable")
@@ -337,6 +340,8 @@ class _Pull:
                     if draft is None:
                         draft = self._draft(sender, None)
                         fetch = None
+                    elif draft.layout.hash != sender.shape.hash:  # another trainer took the address over meanwhile
+                        raise LayoutMismatch("the layout changed during the transfer")
                     target = draft.data
                 else:
                     if len(payload) != ticket.size_bytes:

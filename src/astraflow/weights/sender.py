@@ -257,7 +257,10 @@ class SenderAgent:
                 raise Conflict(f"superseded: version {request.version} is not held any more; have [{have}]")
             if held.digest:  # an unknown one is checked when the digest is there
                 raise Conflict(f"version {request.version} was published with digest {held.digest}, not {request.digest[:64]}")
-        return self.preparer.work[half]
+        work = self.preparer.work.get(half)
+        if work is None:  # a new life of the sender that answers its first calls
+            raise Unavailable(f"version {request.version} is not prepared yet; come again")
+        return work
 
     async def _delta_for(self, request: messages.TransferRequest, work: Work) -> tuple[delta.Delta | None, str]:
         """The kept delta from exactly the receiver's base, or why there is none."""

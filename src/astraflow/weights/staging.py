@@ -31,7 +31,7 @@ class Draft:
 
     def __init__(self, directory: Path, shape: Layout, export_tied: bool):
         self.path = directory / FILE
-        self._layout, self._export_tied = shape, export_tied
+        self.layout, self._export_tied = shape, export_tied
         self._header_bytes = len(layout.file_header(shape, 0, "", export_tied))
         rows = layout.exported(shape, export_tied)
         self.size_bytes = self._header_bytes + (rows[-1][2] + rows[-1][1].size_bytes if rows else 0)
@@ -60,14 +60,14 @@ class Draft:
     def data(self) -> memoryview:
         """The bytes of the half, writable."""
         assert self._map is not None
-        return memoryview(self._map)[self._header_bytes : self._header_bytes + self._layout.size_bytes]
+        return memoryview(self._map)[self._header_bytes : self._header_bytes + self.layout.size_bytes]
 
     def finish(self, version: int, digest: str) -> None:
         """Write header and tied copies."""
         assert self._map is not None
-        self._map[: self._header_bytes] = layout.file_header(self._layout, version, digest, self._export_tied)
+        self._map[: self._header_bytes] = layout.file_header(self.layout, version, digest, self._export_tied)
         with memoryview(self._map)[self._header_bytes :] as body:
-            for _, t, offset in layout.exported(self._layout, self._export_tied)[len(self._layout.tensors) :]:
+            for _, t, offset in layout.exported(self.layout, self._export_tied)[len(self.layout.tensors) :]:
                 body[offset : offset + t.size_bytes] = body[t.offset : t.offset + t.size_bytes]
 
     def close(self) -> None:
@@ -89,10 +89,11 @@ class Staging:
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True)
 
-    def clean(self, keep: Path | None) -> None:
-        """Remove every staged file except `keep` (engines that still map a removed one keep its bytes)."""
+    def clean(self, keep: set[Path]) -> None:
+        """Remove every staged file but these (engines that still map a removed one keep its bytes)."""
+        wanted = {path.parent for path in keep}
         for entry in self.directory.iterdir():
-            if keep is None or entry != keep.parent:
+            if entry not in wanted:
                 shutil.rmtree(entry)
 
     def draft(self, shape: Layout, export_tied: bool) -> Draft:

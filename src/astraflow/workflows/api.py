@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import msgspec
 
+from astraflow.lib import options
+from astraflow.lib.registry import closest
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.protocol.codec import column
 from astraflow.protocol.errors import AstraFlowError, BadMessage, UserError
@@ -43,8 +45,6 @@ __all__ = [
     "register_workflow",
     "rollout_error",
 ]
-
-T = TypeVar("T")
 
 MAX_MESSAGE = 500
 
@@ -163,27 +163,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:MAX_MESSAGE]
 
 
-class Options:
-    """A workflow's options: read with a type at construction, and complain about what nobody read."""
+class Options(options.Options):
+    """A workflow's options; read them at construction."""
 
-    def __init__(self, workflow: str, options: Mapping[str, Any]) -> None:
-        self._workflow = workflow
-        self._left = dict(options)
-        self._known: list[str] = []
-
-    def take(self, name: str, default: T) -> T:
-        """The option in the default's type. Raises UserError that names the field."""
-        self._known.append(name)
-        try:
-            return msgspec.convert(self._left.pop(name, default), type(default))
-        except msgspec.ValidationError as error:
-            raise UserError(f"workflow {self._workflow!r} options.{name}: {error}") from None
-
-    def done(self) -> None:
-        """Call after the last `take`."""
-        if self._left:
-            name = min(self._left)
-            raise UserError(f"workflow {self._workflow!r} options.{name}: unknown option; accepted: {', '.join(self._known)}")
+    def __init__(self, workflow: str, values: Mapping[str, Any]) -> None:
+        super().__init__(f"workflow {workflow!r}", values)
 
 
 class RewardFunction(Protocol):
@@ -222,7 +206,8 @@ class WorkflowContext:
         settings = {"max_new_tokens": 256, **self.generation, **overrides, "input_ids": list(input_ids)}
         unknown = set(settings) - set(ModelRequest.__struct_fields__)
         if unknown:
-            raise UserError(f"generation.{min(unknown)}: unknown; accepted: {', '.join(ModelRequest.__struct_fields__)}")
+            name, fields = min(unknown), list(ModelRequest.__struct_fields__)
+            raise UserError(f"generation.{name}: unknown{closest(name, fields)}; accepted: {', '.join(fields)}")
         try:
             return msgspec.convert(settings, ModelRequest)
         except msgspec.ValidationError as error:

@@ -59,7 +59,7 @@ def test_keys_under_trainer_hold_for_all_policies_and_a_policy_overrides_them(lo
         ("trainer.default.max_step=3", "trainer.default.max_step: unknown key; did you mean trainer.default.max_steps?"),
         ("max_steps=3", "max_steps: unknown key; did you mean trainer.max_steps?"),
         ("trainer.optimizer.lr=abc", "trainer.optimizer.lr: 'abc' is not a number"),
-        ("trainer.train_batch_size=0", "trainer.train_batch_size: 0, expected"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: 0 is out of range, expected a whole number >= 1"),
         ("trainer.train_batch_size=10", "trainer.train_batch_size: 10 is not a multiple of workflow.n_samples = 4"),
         ("workflow.n_samples=1", "workflow.n_samples: 1, but trainer.algorithm.advantage = grpo compares"),
         ("workflow.policies=[defalt]", "workflow.policies: 'defalt' is no model; did you mean default?"),

@@ -164,6 +164,8 @@ def _set(path: str, value: Any) -> Callable[[Group], None]:
         ("trajectories.0.segments.0.logprobs", codec.column([0.0] * 3, "float32"), r"segments\[0\].logprobs"),
         ("trajectories.0.segments.0.logprobs", codec.column([float("inf")] * 4, "float32"), "not finite"),
         ("trajectories.0.segments.0.loss_mask", codec.column([1] * 4, "int32"), "expected uint8"),
+        ("trajectories.0.segments.0.loss_mask", codec.column([0, 0, 1, 2], "uint8"), "2, expected 0 or 1"),
+        ("trajectories.0.segments.0.policy_of_token", codec.column([0, 0, 0, 1], "uint8"), "1 on a sampled token"),
         ("trajectories.0.segments.0.versions", codec.column([-1, -1, -1, 0], "int32"), "on a sampled token"),
         ("trajectories.0.segments.0.parent", 0, "earlier segment"),
         ("trajectories.0.segments.0.policies", ["m", "n"], "without policy_of_token"),

@@ -48,7 +48,7 @@ def test_ready_again_is_harmless_and_a_lower_version_bumps_the_timeline() -> Non
         b.notify(notice(version), 0.0)
     assert not b.ready(ready(recovered=5, digest="a5"), 0.0).bumped
     back = b.ready(ready(recovered=3), 0.0)
-    assert (back.timeline, back.version, back.rolled_back_to) == (1, 3, 3)
+    assert (back.timeline, back.version, back.bumped) == (1, 3, True)
     again = b.ready(ready(recovered=3), 0.0)
     assert (again.timeline, again.bumped) == (1, False)
     with pytest.raises(Conflict, match="timeline 0 is dead"):
@@ -64,6 +64,15 @@ def test_the_same_version_with_other_bytes_is_a_new_timeline() -> None:
     assert outcome.bumped
     assert not b.on_live_timeline("a", 0, 1)
     assert b.on_live_timeline("a", 0, 0)
+
+
+def test_a_trainer_that_begins_again_with_other_bytes_shares_nothing_with_the_dead_timeline() -> None:
+    b = barrier("a")
+    b.ready(ready(digest="x"), 0.0)
+    b.notify(notice(1), 0.0)
+    assert b.ready(ready(digest="another start"), 0.0).bumped
+    assert not b.on_live_timeline("a", 0, 0)
+    assert b.on_live_timeline("a", 1, 0)
 
 
 def test_a_checkpoint_ahead_of_the_last_notice_commits_its_batch() -> None:

@@ -13,6 +13,10 @@ def entry(number: int, version: int = 0, places: int = 4, rows: int = 4, spread:
     return Entry(f"g{number}", number, places, rows, 0, version, version, spread=spread)
 
 
+def expire(buffer: RolloutBuffer, version: int) -> list[Entry]:
+    return buffer.discard(lambda e: not fresh_enough(version, e.min_version, buffer.config.max_staleness))
+
+
 def test_staleness_is_inclusive_and_version_zero_counts() -> None:
     assert fresh_enough(2, 0, 2)
     assert not fresh_enough(3, 0, 2)
@@ -25,17 +29,17 @@ def test_edf_orders_by_version_then_arrival_and_fifo_by_arrival() -> None:
     for order, expected in (("edf", ["g1", "g3", "g2", "g0"]), ("fifo", ["g0", "g1", "g2", "g3"])):
         buffer = RolloutBuffer("m", BufferConfig(max_staleness=None, order=order))  # type: ignore[arg-type]
         for number, version in enumerate(versions):
-            assert buffer.add(entry(number, version), 3)
+            assert buffer.add(entry(number, version))
         assert [e.lease_id for e in buffer.take(4, 0, 3)[0]] == expected
 
 
 def test_a_full_queue_refuses_and_evicts_nothing_that_is_fresh() -> None:
     buffer = RolloutBuffer("m", BufferConfig(max_groups=2, max_staleness=1))
-    assert buffer.add(entry(0), 0)
-    assert buffer.add(entry(1, 1), 1)
-    assert not buffer.add(entry(2, 1), 1)
-    assert [e.lease_id for e in buffer.expire(2)] == ["g0"]
-    assert buffer.add(entry(3, 2), 2)
+    assert buffer.add(entry(0))
+    assert buffer.add(entry(1, 1))
+    assert not buffer.add(entry(2, 1))
+    assert [e.lease_id for e in expire(buffer, 2)] == ["g0"]
+    assert buffer.add(entry(3, 2))
 
 
 def test_capacity_after_resume_is_counted_from_the_resume(case: Any) -> None:
@@ -64,9 +68,10 @@ def test_replay_mixes_whole_groups_without_a_duplicate_and_repeats_its_choice() 
 
     def filled() -> RolloutBuffer:
         buffer = RolloutBuffer("m", config, seed=7)
-        assert buffer.remember([entry(n) for n in range(4)]) == ["g0"]
+        buffer.remember([entry(n) for n in range(4)])
+        assert buffer.fallen() == ["g0"]
         for number in range(10, 14):
-            buffer.add(entry(number, 5), 5)
+            buffer.add(entry(number, 5))
         return buffer
 
     buffer = filled()
@@ -81,9 +86,17 @@ def test_replay_mixes_whole_groups_without_a_duplicate_and_repeats_its_choice() 
 def test_replay_has_its_own_staleness_limit_and_names_what_it_lets_go() -> None:
     buffer = RolloutBuffer("m", BufferConfig(replay=ReplayConfig(ratio=0.5, max_staleness=1)))
     buffer.remember([entry(1, 0), entry(2, 3)])
-    buffer.expire(3)
+    buffer.expire_replay(3)
     assert buffer.replay_ids == {"g2"}
-    assert buffer.remember([]) == ["g1"]
+    assert buffer.fallen() == ["g1"]
+
+
+def test_what_left_the_replay_queue_and_came_back_is_not_let_go() -> None:
+    buffer = RolloutBuffer("m", BufferConfig(replay=ReplayConfig(ratio=0.5)))
+    buffer.remember([entry(1), entry(2)])
+    buffer.forget_replay(lambda e: True)
+    buffer.remember([entry(1)])
+    assert buffer.fallen() == ["g2"]
 
 
 def test_prioritised_replay_takes_the_largest_spread() -> None:
@@ -104,12 +117,12 @@ def test_every_group_is_queued_served_expired_or_refused_exactly_once(data: st.D
     for action in data.draw(st.lists(st.sampled_from(["add", "take", "version"]), max_size=60)):
         if action == "add":
             made.add(f"g{number}")
-            if not buffer.add(entry(number, data.draw(st.integers(0, version))), version):
+            if not buffer.add(entry(number, data.draw(st.integers(0, version)))):
                 assert len(buffer) == bound
                 ended.append(f"g{number}")
             number += 1
         elif action == "take":
-            ended += [e.lease_id for e in buffer.expire(version)]
+            ended += [e.lease_id for e in expire(buffer, version)]
             taken, _ = buffer.take(data.draw(st.integers(1, 4)), 0, version)
             assert all(fresh_enough(version, e.min_version, limit) for e in taken), "nothing stale is served"
             keys = [(e.min_version, e.arrival) for e in taken]
@@ -138,12 +151,32 @@ def test_pace_never_lets_a_group_become_stale(max_staleness: int, groups: int, a
             flight.append(version)
         elif action == "result" and flight:
             buffer.pace.accepted += n
-            assert buffer.add(entry(number, flight.pop(0)), version)
+            assert buffer.add(entry(number, flight.pop(0)))
             number += 1
         elif action == "filtered" and flight:
             flight.pop(0)
         elif action == "train" and len(buffer) >= groups:
-            assert not buffer.expire(version)
+            assert not expire(buffer, version)
             buffer.take(groups, 0, version)
             version += 1
         assert len(flight) + len(buffer) <= (max_staleness + 1) * groups
+
+
+@given(st.data())
+def test_an_instance_within_the_lookahead_can_always_fill_the_batch_that_the_trainer_waits_for(data: st.DataObject) -> None:
+    """However old its weights are within the limit (an evaluation pins it), and however much is replayed: no dead end."""
+    n, groups, version = 4, data.draw(st.integers(1, 6)), data.draw(st.integers(0, 50))
+    limit, lookahead = data.draw(st.integers(0, 4)), data.draw(st.one_of(st.none(), st.integers(0, 4)))
+    ratio = data.draw(st.sampled_from([0.0, 0.3, 0.5, 0.9]))
+    config = BufferConfig(max_staleness=limit, lookahead=lookahead, replay=ReplayConfig(ratio=ratio, max_staleness=None))
+    buffer = RolloutBuffer("m", config)
+    if version:
+        buffer.remember([entry(1000 + i) for i in range(data.draw(st.integers(0, 8)))])
+    needed, _ = buffer.split(groups * n, n)
+    queued = data.draw(st.integers(0, needed - 1))
+    flight = data.draw(st.integers(0, needed - 1 - queued))
+    for number in range(queued):
+        assert buffer.add(entry(number, version))
+    buffer.pace.accepted = version * groups * n + queued * n  # batches 0 … version − 1, replayed groups included
+    lag = data.draw(st.integers(0, min(limit, version, limit if lookahead is None else lookahead)))
+    assert buffer.room(groups * n, n, version, flight * n, lag) >= (needed - queued - flight) * n

@@ -109,7 +109,7 @@ def test_a_drained_instance_leaves_when_it_holds_nothing() -> None:
 
 
 def draw(number: int) -> Draw:
-    return Draw(Task(f"t{number}", {"n": number}), number, 0, number)
+    return Draw(Task(f"t{number}", {"n": number}), number, 0)
 
 
 def test_leases_of_the_dead_run_again_until_the_last_attempt() -> None:

@@ -4,82 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
-from astraflow.dataflow.service import AstraFlowService
-from astraflow.datasets.api import Task
+from astraflow.dataflow.fleet import Peer
+from astraflow.lib.wire import new_identity
 from astraflow.protocol import codec
-from astraflow.protocol.batch import BatchReply, BatchRequest
-from astraflow.protocol.control import NotifyVersion, Ready, RegisterRaaS
-from astraflow.protocol.errors import ConfigError, Conflict
-from astraflow.protocol.rollout import Delivery, Serving
+from astraflow.protocol.batch import BatchRequest
+from astraflow.protocol.control import Ready
+from astraflow.protocol.errors import ConfigError, Conflict, Unavailable
+from astraflow.protocol.routes import RaaSAPI
 
-_spec = importlib.util.spec_from_file_location("dataflow_groups", Path(__file__).with_name("groups.py"))
+_spec = importlib.util.spec_from_file_location("dataflow_bench", Path(__file__).with_name("bench.py"))
 assert _spec is not None
 assert _spec.loader is not None
-made: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(made)
-
-
-class Bench:
-    """A service whose instance and trainer are this test."""
-
-    def __init__(self, run_dir: Path, n_tasks: int = 100, change: Callable[[DataflowProcess], None] | None = None) -> None:
-        process = DataflowProcess(run_id="r", run_dir=str(run_dir), models=["m"])
-        process.workflow.n_samples = 2
-        if change is not None:
-            change(process)
-        self.service = AstraFlowService(process, [Task(f"t{i}", {"i": i}) for i in range(n_tasks)], {})
-        self.shelf = self.service.shelf
-        self.timeline = 0
-
-    async def start(self, version: int = 0) -> Bench:
-        reply = await self.service.trainers.ready(
-            Ready(model_id="m", train_batch_size=4, sender_endpoint="", version=version, digest=f"d{version}", recovered_version=version)
-        )
-        self.timeline = reply.timeline
-        self.shelf.pool.register(RegisterRaaS(instance_id="r", url="http://r", models=["m"], total_slots=64, incarnation="one"), 0.0)
-        self.serves(version)
-        self.shelf.pool.catch_up(lambda instance: True)
-        return self
-
-    def serves(self, version: int, digest: str = "") -> None:
-        self.service.fleet.receipts("r", {"m": Serving(timeline=self.timeline, version=version, digest=digest or f"d{version}")})
-
-    async def lease(self) -> list[str]:
-        plan = await self.service.acquisition._plan()
-        return [row.lease_id for rows in plan.values() for row in rows]
-
-    async def deliver(self, lease_id: str, rewards: Sequence[float | None], version: int = 0, attempt: int = 1) -> list[str]:
-        members = [made.trajectory(i, reward, [version, version]) for i, reward in enumerate(rewards)]
-        group = made.group(members, lease_id, timeline=self.timeline)
-        group.attempt = attempt
-        delivery = Delivery(delivery_id=f"{lease_id}/{attempt}", lease_id=lease_id, attempt=attempt, group=msgspec.Raw(codec.encode(group)))
-        return await self.service.intake.take("r", [delivery])
-
-    async def ask(self, version: int, wait_s: float = 0.0) -> BatchReply:
-        return await self.service.serving.batch(BatchRequest(model_id="m", timeline=self.timeline, version=version, wait_s=wait_s))
-
-    async def train(self, version: int, checkpoint: int = -1) -> int:
-        message = NotifyVersion(model_id="m", timeline=self.timeline, version=version, digest=f"d{version}", checkpoint_version=checkpoint)
-        return (await self.service.trainers.notify(message)).trained
-
-    def close(self) -> None:
-        """As kill -9 would: nothing is said to anybody."""
-        self.shelf.thread.close()
-        self.shelf.ledger.check()
-        self.shelf.ledger.close()
-        self.shelf.metrics.close()
-
-
-def run(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+_bench: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_bench)
+Bench, run = _bench.Bench, _bench.run
 
 
 def test_accepted_and_rejected_account_for_every_submission(tmp_path: Path, case: Any) -> None:
@@ -106,7 +50,7 @@ def test_a_rejecting_workflow_starves_with_counts_and_in_flight_returns_to_zero(
         assert reply.kind == "starved"
         assert reply.counts["dropped/unscored"] == reply.counts["seen"] == 24
         assert bench.shelf.groups_in_flight == 0
-        assert bench.shelf.pool.in_flight == 0
+        assert not bench.shelf.pool.instances["r"].held
         assert await bench.lease(), "new prompts are drawn all the same"
         bench.close()
 
@@ -287,5 +231,71 @@ def test_stale_groups_are_dropped_when_they_would_be_served(tmp_path: Path) -> N
         bench.serves(1)
         assert len(await bench.lease()) == 2, "the places are free again"
         bench.close()
+
+    run(scene)
+
+
+def test_the_time_of_a_starvation_counts_from_the_first_rejection_and_not_from_the_start(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, change=lambda p: setattr(p.dataflow.buffer, "starvation_s", 50.0)).start()
+        begun = bench.shelf.clock()
+        bench.shelf.clock = lambda: begun + 1000.0  # the engines took long to start
+        bench.serves(0)
+        await bench.deliver((await bench.lease())[0], [None, None])
+        assert (await bench.ask(0)).kind == "wait"
+        bench.shelf.clock = lambda: begun + 1051.0
+        assert (await bench.ask(0)).kind == "starved"
+        bench.close()
+
+    run(scene)
+
+
+def test_a_group_of_another_task_than_was_leased_is_malformed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        lease_id = (await bench.lease())[0]
+        bench.shelf.leases.open[lease_id] = replace(bench.shelf.leases.open[lease_id], task_id="another")
+        delivery = bench.delivery(lease_id, [0.0, 1.0], task_id="t")
+        assert await bench.service.intake.take("r", [delivery]) == [delivery.delivery_id]
+        assert bench.shelf.ledger.snapshot.dropped == {"malformed": 2}
+        bench.close()
+
+    run(scene)
+
+
+def test_a_lease_is_given_up_after_its_last_attempt_and_gives_its_places_back(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path, change=lambda p: setattr(p.dataflow.pool, "max_attempts", 2)).start()
+        lease_id = (await bench.lease())[0]
+        for attempt in (1, 2):
+            assert bench.shelf.leases.verdict(lease_id, attempt) == "wanted"
+            await bench.service.acquisition.lost([bench.shelf.pool.release(lease_id)], "test")
+            assert await bench.lease(), "the lease itself, and then another in its place"
+        assert bench.shelf.ledger.snapshot.dropped == {"max_attempts": 2}
+        assert await bench.deliver(lease_id, [0.0, 1.0], attempt=2) == [f"{lease_id}/2"], "too late, and acknowledged"
+        assert bench.shelf.ledger.check().in_flight["buffered"] == 0
+        bench.close()
+
+    run(scene)
+
+
+def test_an_instance_that_leaves_twice_at_once_leaves_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        leases = await bench.lease()
+        await asyncio.gather(*(bench.service.fleet.leave("r", drain=False, shutdown=True) for _ in range(2)))
+        assert not bench.shelf.pool.instances
+        assert sorted(bench.shelf.leases.pending) == sorted(leases)
+        bench.close()
+
+    run(scene)
+
+
+def test_a_peer_that_left_the_pool_is_unavailable_and_no_bug_of_ours() -> None:
+    async def scene() -> None:
+        peer = Peer("http://127.0.0.1:9", new_identity("r"))
+        await peer.close()
+        with pytest.raises(Unavailable, match="left the pool"):
+            await peer.call(RaaSAPI.status, timeout_s=1.0)
 
     run(scene)

@@ -52,3 +52,8 @@ def test_the_token_is_not_in_the_written_configuration(tmp_path: Path, monkeypat
     monkeypatch.setenv("ASTRAFLOW_TOKEN", "very-secret")
     with run_directory(resolved(tmp_path), resume=False) as path:
         assert "very-secret" not in (path / "config.yaml").read_text()
+
+
+def test_a_directory_that_cannot_be_written_names_the_field(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file stands here")
+    refused(resolved(tmp_path), resume=False, said=r"^experiment\.run_dir: '.*/run' cannot be written: File exists")

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from astraflow.lib.aio import Backoff, Tasks, Waits, deadline, one_line, poll_until, retrying
-from astraflow.protocol.errors import BadMessage, DeadlinePassed, Unavailable
+from astraflow.lib.aio import Backoff, Tasks, Waits, deadline, one_line, poll_until
+from astraflow.protocol.errors import DeadlinePassed, Unavailable
 
 
 def test_a_task_that_raises_is_reported_once_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,35 +126,6 @@ def test_backoff_grows_to_its_maximum_and_starts_again_after_a_success() -> None
     assert min(shaken) >= 0.5
     assert max(shaken) <= 1.0
     assert len(set(shaken)) > 40
-
-
-def test_only_retryable_errors_are_tried_again() -> None:
-    async def scenario() -> None:
-        tries: list[int] = []
-
-        async def third_time_works() -> str:
-            tries.append(1)
-            if len(tries) < 3:
-                raise Unavailable("starting")
-            return "ok"
-
-        async def contract_broken() -> None:
-            tries.append(1)
-            raise BadMessage("field")
-
-        async def never() -> None:
-            raise Unavailable("nobody")
-
-        fast = Backoff(0.001, max_s=0.002)
-        assert await retrying(third_time_works, 5, "register", fast) == "ok"
-        assert len(tries) == 3
-        with pytest.raises(BadMessage):
-            await retrying(contract_broken, 5, "register", fast)
-        assert len(tries) == 4
-        with pytest.raises(Unavailable, match=r"register: gave up after 0\.01 s: nobody"):
-            await retrying(never, 0.01, "register", fast)
-
-    asyncio.run(scenario())
 
 
 def test_open_waits_are_listed_with_their_age_and_removed_when_they_end() -> None:

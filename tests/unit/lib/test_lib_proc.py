@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.lib.proc import Child, RestartBook, RestartPolicy, Supervisor, describe_exit
+from astraflow.lib.proc import Child, RestartBook, RestartPolicy, describe_exit
 from astraflow.protocol.errors import Unavailable
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -139,103 +139,6 @@ def test_old_deaths_are_forgotten() -> None:
     assert book.died(0.0) == 1.0
     assert book.died(100.0) == 101.0
     assert book.died(105.0) is None
-
-
-class Ward:
-    """A child whose life the test writes."""
-
-    def __init__(self, pid: int):
-        self.pid, self.code = pid, None if pid else 1
-        self.signals: list[int] = []
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def signal(self, sig: int) -> None:
-        self.signals.append(sig)
-        self.code = -sig
-
-    def terminate(self, deadline_s: float) -> int:
-        self.code = -signal.SIGKILL
-        return self.code
-
-
-def test_a_supervisor_restarts_reports_and_gives_up_without_a_clock_of_its_own() -> None:
-    lives: list[Ward] = []
-
-    def spawn() -> Ward:
-        lives.append(Ward(100 + len(lives)))
-        return lives[-1]
-
-    supervisor = Supervisor(RestartPolicy(limit=1, window_s=100, first_s=2))
-    supervisor.add("raas0", spawn)
-    assert supervisor.poll(0.0) == []
-
-    lives[0].code = -9
-    (died,) = supervisor.poll(1.0)
-    assert (died.kind, died.pid, died.code) == ("exited", 100, -9)
-    assert died.text == "raas0 (pid 100) was killed by SIGKILL"
-    assert supervisor.state("raas0") == "waiting"
-    assert supervisor.running() == ["raas0"]
-    assert supervisor.poll(2.9) == []
-    (back,) = supervisor.poll(3.0)
-    assert (back.kind, back.pid) == ("restarted", 101)
-    assert supervisor.restarts("raas0") == 1
-    assert supervisor.exit_code("raas0") is None
-
-    lives[1].code = 1
-    assert [event.kind for event in supervisor.poll(4.0)] == ["exited", "gave_up"]
-    assert supervisor.state("raas0") == "failed"
-    assert supervisor.running() == []
-    assert supervisor.poll(1000.0) == []
-    assert supervisor.exit_code("raas0") == 1
-
-
-def test_a_child_that_ends_well_is_not_restarted() -> None:
-    ward = Ward(7)
-    supervisor = Supervisor()
-    supervisor.add("trainer", lambda: ward)
-    ward.code = 0
-    assert [event.kind for event in supervisor.poll(0.0)] == ["ended"]
-    assert supervisor.poll(100.0) == []
-    assert supervisor.state("trainer") == "ended"
-
-
-def test_a_restart_that_cannot_start_counts_as_a_death() -> None:
-    ward, tries = Ward(7), [0]
-
-    def spawn() -> Ward:
-        tries[0] += 1
-        if tries[0] == 1:
-            return ward
-        raise Unavailable("no memory")
-
-    supervisor = Supervisor(RestartPolicy(limit=2, first_s=1, window_s=100))
-    supervisor.add("x", spawn)
-    ward.code = 1
-    kinds = [event.kind for now in range(10) for event in supervisor.poll(float(now))]
-    assert kinds == ["exited", "exited", "gave_up"]
-    assert supervisor.state("x") == "failed"
-
-
-def test_stop_ends_everything_and_restarts_nothing(tmp_path: Path) -> None:
-    supervisor = Supervisor()
-    polite = supervisor.add("polite", lambda: Child(SLEEPS, log_path=tmp_path / "a"))
-    stubborn = supervisor.add("stubborn", lambda: Child(STUBBORN, log_path=tmp_path / "b"))
-    until(lambda: "up" in (tmp_path / "a").read_text() and "up" in (tmp_path / "b").read_text())
-    codes = supervisor.stop(deadline_s=0.5)
-    assert codes == {"polite": -signal.SIGTERM, "stubborn": -signal.SIGKILL}
-    assert supervisor.poll(1e9) == []
-    assert is_gone(polite.pid)
-    assert is_gone(stubborn.pid)
-
-
-def test_removing_a_child_ends_it_for_good() -> None:
-    ward = Ward(5)
-    supervisor = Supervisor()
-    supervisor.add("x", lambda: ward)
-    assert supervisor.remove("x") == -signal.SIGKILL
-    assert supervisor.names() == []
 
 
 def test_exit_codes_are_described_for_people() -> None:

@@ -46,6 +46,7 @@ while data := conn.recv(1 << 16):
             if frame.version == 13:
                 say(f.LoadFailed(timeline=frame.timeline, version=13, message="no tensor w"))
             else:
+                time.sleep(0.5 if mode == "slow" else 0)
                 version, timeline = frame.version, frame.timeline
                 say(f.Loaded(timeline=timeline, version=version, digest=frame.digest, seconds=0.1))
         elif isinstance(frame, f.Generate):
@@ -198,6 +199,57 @@ def test_a_silent_child_is_killed_and_replaced(bench: Callable[..., Bench]) -> N
         assert "no sign of life" in b.engine.report().status.message or b.engine.report().status.state == "ready"
 
     with_engine(bench("silent", ping_s=0.05, ping_deadline_s=0.3), test)
+
+
+def test_a_load_may_take_longer_than_a_ping(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.engine.load(V1)
+        assert b.engine.report().status.restarts == 0
+
+    with_engine(bench("slow", ping_s=0.05, ping_deadline_s=0.2, load_s=5.0), test)
+
+
+def test_the_receipt_stands_while_the_same_weights_come_back(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        b.staged = V1
+        await b.engine.load(V1)
+        pid = b.engine.report().status.pid
+        os.kill(pid, signal.SIGKILL)
+        await poll_until(lambda: b.engine.report().status.state == "restarting", 10.0, "its death is noticed", 0.001)
+        answer = asyncio.create_task(b.ask(7))
+        while not answer.done():
+            assert b.engine.report().serving == V1.serving
+            await asyncio.sleep(0.01)
+        assert (await answer).versions == [1]
+        assert b.engine.report().status.restarts == 1
+
+    with_engine(bench("slow"), test)
+
+
+def test_a_failed_supervision_gives_up_loudly_instead_of_leaving_requests_waiting(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        b.staged = object()  # type: ignore[assignment]  # a bug of the one who names the staged weights
+        os.kill(b.engine.report().status.pid, signal.SIGKILL)
+        await poll_until(lambda: b.deaths, 10.0, "death")
+        assert "supervision failed" in b.deaths[0]
+        with pytest.raises(EngineError, match="supervision"):
+            await b.ask(7)
+
+    with_engine(bench(), test)
+
+
+def test_lives_leave_no_descriptors_and_no_zombies(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for life in (1, 2):
+            pid = b.engine.report().status.pid
+            os.kill(pid, signal.SIGKILL)
+            await poll_until(lambda life=life: b.engine.report().status.restarts == life and b.engine.report().status.pid, 10.0, "restart")
+            assert not os.path.exists(f"/proc/{pid}")
+        assert (await b.ask(7)).finish == "stop"
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+    with_engine(bench(), test)
 
 
 def test_over_the_limit_it_gives_up_once_and_says_so(bench: Callable[..., Bench]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from astraflow.protocol.codec import array
 from astraflow.protocol.errors import UnknownName, UserError
 from astraflow.protocol.rollout import Group, Pull
+from astraflow.raas.engines.base import Weights
 from astraflow.workflows.api import EngineGroup, EpisodeError, RolloutWorkflow, register_workflow
 
 Rig = Any
@@ -29,6 +30,10 @@ class Moody(RolloutWorkflow):
                 return None
             case "raise":
                 raise ValueError("broken\nworkflow")
+            case "surrogate":
+                raise ValueError("name \udc80")
+            case "inventive":
+                raise EpisodeError("tool", data["kind"], "a kind of its own each time")
             case "tool":
                 raise EpisodeError("tool", "timeout", "the tool is slow")
             case "hang":
@@ -125,6 +130,40 @@ def test_a_failure_is_a_member_with_its_address(rig: MakeRig, mood: str, boundar
         assert (trajectory.error.boundary, trajectory.error.kind, trajectory.finish) == (boundary, kind, "error")
         assert trajectory.error.message
         assert "\n" not in trajectory.error.message
+
+
+def test_a_text_that_cannot_cross_the_wire_costs_no_group(rig: MakeRig) -> None:
+    group, _ = one_group(rig, {"data": {"mood": "surrogate"}})
+    assert group.trajectories[0].error is not None
+    assert group.trajectories[0].error.message == "ValueError: name ?"
+
+
+def test_kinds_of_failure_are_counted_by_name_up_to_a_bound(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("astraflow.raas.executor.MAX_KINDS", 2)
+
+    async def test() -> None:
+        made = rig()
+        made.register(workflow="test_raas_moody")
+        made.executor.submit([made.lease(str(n), data={"mood": "inventive", "kind": f"k{n % 4}"}) for n in range(8)])
+        await made.groups(8)
+        found = {name: n for name, n in made.executor.counts.values().items() if name.startswith("raas/error/")}
+        assert (len(found), found["raas/error/tool/other"], sum(found.values())) == (3, 4, 8)
+        await made.tasks.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_lease_needs_a_deadline_that_ends_it(rig: MakeRig, deadline_s: float) -> None:
+    async def test() -> None:
+        made = rig()
+        made.register(workflow="test_raas_moody")
+        verdict = made.executor.submit([made.lease(data={"mood": "none"}, deadline_s=deadline_s)])[0]
+        assert (verdict.verdict, "deadline_s" in verdict.reason) == ("refused", True)
+        for wait_s in (-1.0, float("nan")):
+            assert await made.executor.pull(Pull(wait_s=wait_s, max_items=-3), "") == ([], 0)
+
+    run(test)
 
 
 def test_none_is_rejected_and_counted_and_unscored_stays_unscored(rig: MakeRig) -> None:
@@ -276,6 +315,24 @@ def test_a_higher_attempt_replaces_a_waiting_result(rig: MakeRig) -> None:
         assert [d.attempt for d in (*deliveries, *again)] == [1, 2]
         await made.executor.pull(Pull(ack=[deliveries[0].delivery_id], max_items=0), "")
         assert len(made.executor.outbox) == 1, "a late acknowledgement of the old result leaves the new one"
+        await made.tasks.stop()
+
+    run(test)
+
+
+def test_a_group_over_two_timelines_belongs_to_the_older_one(rig: MakeRig) -> None:
+    async def test() -> None:
+        made = rig(token_s=0.004, answer_tokens=30, solver="none", verify=False)
+        made.register(workflow="test_raas_moody")
+        assert made.executor.submit([made.lease(n=2, data={"mood": "good"})], "e")[0].verdict == "accepted"
+        while not made.engine.seen:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await made.engine.load(Weights(path="", timeline=2, version=5, digest=""))
+        group = (await made.groups(lane="e"))[0]
+        span = group.versions["default"]
+        assert (span.timeline, span.min, span.max) == (0, 0, 5)
+        assert set(array(group.trajectories[0].segments[0].versions).tolist()) == {-1, 0, 5}
         await made.tasks.stop()
 
     run(test)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from astraflow.protocol.errors import Conflict
+from astraflow.protocol.errors import BadMessage, Conflict
 from astraflow.protocol.rollout import Serving
-from astraflow.raas.lanes import Lanes, same_weights
+from astraflow.raas.lanes import MAX_LANES, Lanes, same_weights
 
 V3 = Serving(timeline=1, version=3, digest="aa")
 
@@ -47,3 +47,29 @@ def test_a_late_call_hears_why_its_lane_is_gone() -> None:
         lanes.check("e")
     with pytest.raises(Conflict, match="not open"):
         lanes.check("never")
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_lane_that_would_never_end_is_refused(deadline_s: float) -> None:
+    with pytest.raises(BadMessage, match="deadline_s"):
+        Lanes().open("e", {}, deadline_s, {}, 0.0)
+
+
+def test_open_lanes_are_bounded() -> None:
+    lanes = Lanes()
+    for number in range(MAX_LANES):
+        lanes.open(str(number), {}, 5.0, {}, 0.0)
+    lanes.open("0", {}, 5.0, {}, 0.0)
+    with pytest.raises(Conflict, match="open already"):
+        lanes.open("one more", {}, 5.0, {}, 0.0)
+
+
+def test_lanes_of_an_earlier_life_of_dataflow_are_orphans() -> None:
+    lanes = Lanes()
+    lanes.open("old", {"p": V3}, 300.0, {"p": V3}, 0.0, "first life")
+    assert lanes.orphans("first life") == []
+    assert lanes.orphans("second life") == ["old"]
+    assert lanes.orphans("") == [], "a person with curl is no Dataflow"
+    lanes.close("old", "Dataflow was restarted")
+    lanes.open("old", {"p": V3}, 300.0, {"p": V3}, 1.0, "second life")
+    assert lanes.orphans("second life") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.protocol.errors import ConfigError
+from astraflow.raas import staging
 from astraflow.raas.staging import StagingDir, staging_path
 
 
@@ -16,6 +18,16 @@ def test_the_directory_is_named_after_run_and_instance(tmp_path: Path) -> None:
     names = {staging_path(str(tmp_path / run), instance) for run in "ab" for instance in ("raas-0", "raas-1")}
     assert len(names) == 4
     assert staging_path("run", "raas-0", str(tmp_path)).parent == tmp_path
+
+
+def test_shared_memory_that_could_never_hold_the_weights_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = str(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    monkeypatch.setattr(staging, "SHM", tmp_path)
+    assert staging_path(run, "raas-0", models=[str(model)]).parent == tmp_path
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).total // 2)
+    assert staging_path(run, "raas-0", models=[str(model)]).parent == tmp_path / "run" / "staging"
 
 
 def test_two_processes_cannot_have_one_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from astraflow.lib.aio import Tasks, Waits
 from astraflow.lib.metrics import Counter
-from astraflow.protocol.errors import Conflict, DigestMismatch
+from astraflow.protocol.errors import BadMessage, Conflict, DigestMismatch
 from astraflow.protocol.weights import NotifyRaaS
 from astraflow.raas.engines.scripted import read_digest
 from astraflow.raas.models import ServedModel
@@ -36,6 +36,8 @@ class FileReceiver:
     errors: list[Exception] = field(default_factory=list)
     """Raised by the next pulls, in order."""
     pulls: list[tuple[int, bool]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """Names of the files that the pulls had to leave alone."""
     hold: threading.Event = field(default_factory=threading.Event)
     """Pulls wait for it."""
 
@@ -43,9 +45,18 @@ class FileReceiver:
         self.hold.set()
 
     def pull(
-        self, sender_endpoint: str, version: int, digest: str, *, full: bool = False, deadline_s: float, stop: threading.Event
+        self,
+        sender_endpoint: str,
+        version: int,
+        digest: str,
+        *,
+        full: bool = False,
+        deadline_s: float,
+        stop: threading.Event,
+        keep: Path | None = None,
     ) -> Staged:
         self.pulls.append((version, full))
+        self.kept.append(keep.name if keep else "")
         while sender_endpoint == DEAD or not self.hold.wait(0.01):
             if stop.wait(0.01):
                 raise Conflict("superseded: the pull was abandoned")
@@ -193,6 +204,78 @@ def test_a_restarted_engine_gets_what_was_served_not_what_failed(bench: Callable
         assert b.sync.staged.version == 2, "the only file that is left"
 
     run(bench, test, fail_loads=[2])
+
+
+def test_the_file_that_is_served_outlives_a_failed_load_and_the_pull_after_it(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        for version in (1, 2, 3, 4):
+            await b.notify(version)
+        assert b.receiver.kept == ["", "v1.safetensors", "v1.safetensors", "v3.safetensors"]
+
+    run(bench, test, fail_loads=[2])
+
+
+def test_a_load_that_ended_after_its_deadline_is_what_a_restarted_engine_gets(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(1)
+        b.sync._load_s, b.engine.options.load_s = 0.02, 0.05
+        load = b.engine.load
+
+        async def late(weights: Any) -> None:  # as an engine of its own process, which does not hear that its caller gave up
+            await asyncio.shield(asyncio.create_task(load(weights)))
+
+        b.engine.load = late
+        assert await b.notify(2) == ("failed", 1)
+        async with asyncio.timeout(5):
+            while b.sync.model.serving.version != 2:
+                await asyncio.sleep(0.01)
+        assert b.sync.staged.version == 2
+
+    run(bench, test)
+
+
+def test_a_late_notice_of_a_dead_timeline_is_ignored_before_its_successor_is_served(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(7)
+        b.receiver.errors = [DigestMismatch("bytes")]
+        assert await b.notify(3, timeline=2) == ("failed", 7)
+        assert await b.notify(8, timeline=1) == ("current", 7)
+        assert b.receiver.pulls == [(7, False), (3, True)]
+        with pytest.raises(BadMessage, match="counted from 0"):
+            await b.notify(-1)
+
+    run(bench, test)
+
+
+def test_weights_whose_timeline_died_while_they_waited_for_a_lane_are_not_loaded(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(7)
+        b.receiver.hold.clear()
+        dead = asyncio.create_task(b.notify(8))
+        while len(b.receiver.pulls) < 2:
+            await asyncio.sleep(0.001)
+        b.idle.clear()
+        b.receiver.hold.set()
+        while "lane" not in b.sync.message:
+            await asyncio.sleep(0.001)
+        new = asyncio.create_task(b.notify(3, timeline=2))
+        await asyncio.sleep(0)
+        b.idle.set()
+        assert await new == ("loaded", 3)
+        await dead
+        assert b.counts["weights/syncs_delta"] == 1, "version 8 was pulled and left alone"
+
+    run(bench, test)
+
+
+def test_a_rollback_forgets_the_dead_timeline_although_the_engine_serves_nothing(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(7)
+        b.engine._serving = None  # restarted, and its weights could not be loaded
+        assert await b.notify(3, timeline=2) == ("loaded", 3)
+        assert b.rollbacks == [("default", 2)]
+
+    run(bench, test)
 
 
 def test_notices_coalesce_to_the_newest(bench: Callable[..., Bench]) -> None:

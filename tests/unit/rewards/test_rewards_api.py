@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.lib.aio import poll_until
 from astraflow.protocol.errors import UnknownName
 from astraflow.rewards.api import REWARDS, AsyncRewardWrapper, RewardError, load_reward
 
@@ -102,8 +103,9 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one():
     async def play() -> None:
         async with pool("hang_or_one", workers=1, deadline_s=30) as (wrapper, give):
             assert await give("x", value=1) == 1.0
+            used = sum(cpu_seconds(pid) for pid in wrapper.pids())
             hung = asyncio.create_task(give("HANG"))
-            await asyncio.sleep(0.05)
+            await poll_until(lambda used=used: sum(cpu_seconds(pid) for pid in wrapper.pids()) > used, 10, "a worker that spins", 0.01)
             hung.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await hung
@@ -119,8 +121,9 @@ def test_closing_ends_the_workers_and_the_calls_in_flight():
             await wrapper.start()
             pids = wrapper.pids()
             assert len(pids) == 2
+            used = sum(cpu_seconds(pid) for pid in wrapper.pids())
             hung = asyncio.create_task(give("HANG"))
-            await asyncio.sleep(0.05)
+            await poll_until(lambda used=used: sum(cpu_seconds(pid) for pid in wrapper.pids()) > used, 10, "a worker that spins", 0.01)
             await wrapper.close()
             assert await asyncio.wait_for(hung, 5) == "crash"
             assert wrapper.pids() == []

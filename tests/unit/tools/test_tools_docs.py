@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from astraflow.config.experiment import Experiment
 from astraflow.protocol.control import RegisterRaaS
 from astraflow.protocol.routes import SERVICES, table
-from astraflow.tools.docs import config_page, field_docs, protocol_page, stale
+from astraflow.tools.docs import config_page, field_docs, main, protocol_page, stale
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,3 +38,9 @@ def test_every_key_of_the_configuration_is_on_the_page() -> None:
     for field in msgspec.structs.fields(Experiment):
         assert f"## `{field.name}`" in page
     assert "| `max_staleness` | `int \\| null` | `2` |" in page
+
+
+def test_an_unknown_argument_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--help"]) == 2
+    assert list(tmp_path.iterdir()) == []

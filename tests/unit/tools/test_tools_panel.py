@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -91,3 +95,19 @@ def test_status_shows_waits_and_pool() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(status_view(status(3)))
     assert "waiting: trainer:default for groups" in out.getvalue()
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    """`astraflow run … | tee log` and Ctrl-C: the reader is gone first, the drain goes on."""
+    code = (
+        "import sys, test_tools_panel as t; from astraflow.tools.panel import Panel\n"
+        "with Panel('quickstart', {'default': 40}) as panel:\n"
+        "    for step in range(3): panel.show(t.view(step, 20.0 * step, events=['x' * 70_000] * (step + 1)))\n"
+        "sys.stdout.flush(); print('to nowhere'); sys.exit(7)"
+    )
+    ours, theirs = os.pipe()
+    os.close(ours)
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, timeout=60, check=False, cwd=Path(__file__).parent)
+    os.close(theirs)
+    assert done.returncode == 7, done.stderr.decode()

@@ -82,8 +82,8 @@ def run_dir(tmp_path: Path) -> Path:
     outcome = Outcome(exit_code=0, failure="", drained=False, wall_s=12.5, processes=processes, events=events)
     (tmp_path / "outcome.json").write_bytes(msgspec.json.encode(outcome))
     metrics = Metrics(tmp_path, "trainer:default", tensorboard=False)
-    metrics.log(1, {"reward/mean": 0.1, "time/wait_s": 50.0, "time/step_s": 51.0})
-    metrics.log(2, {"reward/mean": 0.9, "time/wait_s": 1.0, "time/step_s": 4.0})
+    metrics.log(1, {"reward/mean": 0.1, "time/wait_s": 50.0, "time/step_s": 51.0, "rollout/rows": 8, "policy/effective_rows": 8})
+    metrics.log(2, {"reward/mean": 0.9, "rollout/rows": 8, "policy/effective_rows": 4, "time/wait_s": 1.0, "time/step_s": 4.0})
     metrics.log(2, {"reward/mean": 0.2, "time/wait_s": 1.0, "time/step_s": 4.0})
     metrics.log(3, {"reward/mean": 0.3, "eval/heldout/avg@1": 0.7})
     metrics.close()
@@ -100,6 +100,7 @@ def test_the_numbers_come_from_the_files(run_dir: Path) -> None:
     assert made.reward["default"] == report.Curve(steps=[1, 2, 3], values=[0.1, 0.2, 0.3])
     assert made.accuracy["heldout"] == report.Curve(steps=[0, 3], values=[0.2, 0.7])
     assert made.wait_share == {"default": 0.25}
+    assert made.effective == {"default": 0.75}
 
 
 def test_the_table_says_what_a_user_wants_to_know(run_dir: Path) -> None:
@@ -110,6 +111,8 @@ def test_the_table_says_what_a_user_wants_to_know(run_dir: Path) -> None:
         "trained, after 12 s",
         "made 150 = trained 120 + dropped 20 + in flight 10  (adds up)",
         "error 4  stale 16",
+        "75% of the trained rows carried a gradient",
+        "1.25 rollouts per trained one",
         "v0 0.200  v3 0.700",
         "full 2 (2.0 MB)  delta 2 (20.0 kB)",
         "0: 40  1: 60  2: 20",
@@ -128,6 +131,12 @@ def test_a_sum_that_does_not_add_up_is_shouted(run_dir: Path) -> None:
     made = report.build(run_dir)
     assert not made.adds_up
     assert any("DOES NOT ADD UP" in text for _, text in report.lines(made))
+
+
+def test_a_torn_line_of_a_killed_process_costs_its_numbers_only(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"time": 1, "process": "trainer:defa{"time": 2}\n{"half')
+    assert report.build(run_dir).reward["default"].values == [0.1, 0.2, 0.3]
 
 
 def test_a_failed_run_is_reported_as_failed(run_dir: Path) -> None:

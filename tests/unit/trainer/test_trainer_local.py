@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from astraflow.protocol.batch import Batch
 from astraflow.protocol.errors import ConfigError
 from astraflow.trainer.algorithms.objective import Objective, Sums
-from astraflow.trainer.backends.local import LocalBackend
+from astraflow.trainer.backends.local import LocalBackend, over_steps
 from astraflow.trainer.batch import RaggedBatch, ragged
 from astraflow.trainer.config import OptimizerConfig, PackingConfig, PPOConfig, ReferenceConfig, TrainEngineConfig
 from astraflow.trainer.packing import micro_batches, pack
@@ -203,6 +204,16 @@ def test_several_optimizer_steps_use_the_weights_before_the_first_as_proximal_po
     assert once["policy/ratio"] == 1.0, "one step per batch: prox is θ"
 
 
+def test_numbers_of_several_optimizer_steps_are_told_as_one() -> None:
+    first = {"policy/lr": 1.0, "policy/grad_norm": 3.0, "policy/skipped_updates": 1.0}
+    second = {"policy/lr": 2.0, "policy/grad_norm": 2.0, "policy/skipped_updates": 1.0}
+    perf = {"perf/micro_batches": 1.0, "perf/nodes": 5.0, "perf/row_tokens": 9.0}
+    merged = over_steps([first | perf, second | perf])
+    assert merged == {"policy/lr": 2.0, "policy/grad_norm": 3.0, "policy/skipped_updates": 2.0} | {k: 2 * v for k, v in perf.items()}
+    unbounded = over_steps([first | perf, second | perf | {"policy/grad_norm": float("nan")}])
+    assert math.isnan(unbounded["policy/grad_norm"])
+
+
 def test_an_unbounded_gradient_leaves_everything_as_it_was(make: Make, sample: Any, batch_of: Callable[..., Batch]) -> None:
     backend = make()
     before = [m.detach().clone() for m in backend.masters]
@@ -258,9 +269,12 @@ def test_an_exported_directory_loads_as_the_published_model(make: Make, tmp_path
 
 
 def test_settings_that_cannot_work_are_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tis_c"):
-        make(PPOConfig(loss="m2po", tis_c=2.0))
+    with pytest.raises(ValueError, match="tis_c"):
+        PPOConfig(loss="m2po", tis_c=2.0)
     with pytest.raises(ConfigError, match=r"no config\.json"):
+        LocalBackend(TrainEngineConfig(), ModelConfig(path=str(tmp_path)), "bfloat16", 5)
+    (tmp_path / "config.json").write_text('{"model_type": "nosuch"}')
+    with pytest.raises(ConfigError, match="names no model that transformers knows"):
         LocalBackend(TrainEngineConfig(), ModelConfig(path=str(tmp_path)), "bfloat16", 5)
     with pytest.raises(ValueError, match="known"):
         make(PPOConfig(loss="pppo"))

@@ -63,8 +63,14 @@ def brute_weight(data: Tokens, config: PPOConfig, i: int) -> float:
     return min(w, config.tis_c) if config.tis_c is not None else w
 
 
+def clip_of(config: PPOConfig) -> tuple[float, float]:
+    low, high = (3e-4, 4e-4) if config.loss == "gspo" else (0.2, 0.2)
+    return low if config.clip_low is None else config.clip_low, high if config.clip_high is None else config.clip_high
+
+
 def brute_surrogate(ratio: float, a: float, config: PPOConfig) -> float:
-    bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+    low, high = clip_of(config)
+    bounded = min(max(ratio, 1 - low), 1 + high)
     loss = -min(ratio * a, bounded * a)
     if config.dual_clip is not None and a < 0:
         loss = min(loss, config.dual_clip * abs(a))
@@ -85,9 +91,10 @@ def brute(data: Tokens, config: PPOConfig, logp: list[float], frozen: list[float
             mine = [j for j in range(len(logp)) if data["row"][j] == data["row"][i]]
             s = math.exp(sum(logp[j] - data["prox"][j] for j in mine) / len(mine))
             weight = brute_weight(data, config, i) if corrected else 1.0
-            out.append(weight * -min(s * a, min(max(s, 1 - config.clip_low), 1 + config.clip_high) * a))
+            low, high = clip_of(config)
+            out.append(weight * -min(s * a, min(max(s, 1 - low), 1 + high) * a))
         elif config.loss == "cispo":
-            out.append(-min(math.exp(frozen[i] - data["behav"][i]), 1 + config.clip_high) * a * logp[i])
+            out.append(-min(math.exp(frozen[i] - data["behav"][i]), 1 + clip_of(config)[1]) * a * logp[i])
         elif config.loss == "sapo":
             tau = config.sapo_tau_positive if a > 0 else config.sapo_tau_negative
             out.append(-4 / tau / (1 + math.exp(-tau * (r - 1))) * a)
@@ -106,6 +113,7 @@ CONFIGS = [
     PPOConfig(loss="m2po"),
     PPOConfig(loss="gspo", clip_low=3e-2, clip_high=4e-2),
     PPOConfig(loss="gspo", clip_low=3e-2, clip_high=4e-2, tis_c=2.0),
+    PPOConfig(loss="gspo"),
     PPOConfig(loss="cispo"),
     PPOConfig(loss="sapo"),
 ]

@@ -112,6 +112,7 @@ def test_a_layout_from_the_network_is_checked() -> None:
         {"tensors": []}, {"tensors": change(offset=64)}, {"tensors": change(size_bytes=2)}, {"tensors": change(dtype="I8")},
         {"tensors": change(shape=(-1, -1))}, {"tensors": change(name=rest[0].name)}, {"tensors": change(shape=(1 << 40, 1 << 40))},
         {"size_bytes": good.size_bytes + 1}, {"layout_hash": "0" * 32}, {"max_bytes": 10}, {"tied": {"x": "nowhere"}}, {"tensors": rest},
+        {"tied": {"__metadata__": "odd"}}, {"tied": {"x": "__metadata__"}}, {"tensors": change(shape=(*first.shape, *[1] * 16))},
     ):  # fmt: skip
         with pytest.raises(LayoutMismatch):
             check(**changes)

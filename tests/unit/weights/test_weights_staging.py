@@ -34,7 +34,7 @@ def test_a_file_in_place_is_never_written_again(tmp_path: Path) -> None:
         second = place(staging, 2, 0xBB, base=first)
         again = place(staging, 1, 0xAA)
         assert again == first
-        staging.clean(second)
+        staging.clean({second})
         assert not first.exists()
         assert mapped[:] == before, "an engine that maps the old file keeps its bytes"
     assert second.read_bytes()[-SHAPE.size_bytes :] == b"\xbb" + before[-SHAPE.size_bytes + 1 :]

@@ -65,6 +65,12 @@ class ProcessEngine:
         await self._spawn()
         self._up.set()
         self._life = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self._setup.model_id}")
+        self._life.add_done_callback(self._life_ended)
+
+    def _life_ended(self, life: asyncio.Task[None]) -> None:
+        """A bug (or a child that not even SIGKILL ends) must not leave requests waiting for a restart that never comes."""
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._give_up(f"its supervision failed: {one_line(error)}")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Waits while the engine restarts; the caller's deadline bounds that."""
@@ -114,6 +120,9 @@ class ProcessEngine:
                 pass_fds=[theirs.fileno()],
                 name=f"engine {self._setup.model_id}",
             )
+        except AstraFlowError:
+            ours.close()
+            raise
         finally:
             theirs.close()
         self._link = _Link(*await asyncio.open_connection(sock=ours), on_frame=self._note)
@@ -143,7 +152,8 @@ class ProcessEngine:
                 async with asyncio.timeout(config.ping_s):
                     await link.closed.wait()
             silent_s = time.monotonic() - link.heard_at
-            if not link.closed.is_set() and silent_s > config.ping_deadline_s:
+            limit_s = max(config.ping_deadline_s, config.load_s) if link.loading else config.ping_deadline_s  # a load answers no ping
+            if not link.closed.is_set() and silent_s > limit_s:
                 return f"no sign of life for {silent_s:.0f} s"
         return link.why or "its process ended"
 
@@ -152,10 +162,7 @@ class ProcessEngine:
         while True:
             start_at = self._book.died(time.monotonic())
             if start_at is None:
-                self._dead = f"gave up after {self._book.restarts} restarts: {reason}"
-                self._status.state, self._status.message, self._serving = "error", self._dead, None
-                self._up.set()
-                self._setup.on_death(self._dead)
+                self._give_up(f"gave up after {self._book.restarts} restarts: {reason}")
                 return False
             self._status.state, self._status.message, self._status.restarts = "restarting", reason, self._book.restarts
             log.warning("engine %s: %s; restart %d", self._setup.model_id, reason, self._book.restarts)
@@ -169,14 +176,22 @@ class ProcessEngine:
             self._up.set()
             return True
 
+    def _give_up(self, reason: str) -> None:
+        self._dead = reason
+        self._status.state, self._status.message, self._serving = "error", reason, None
+        self._up.set()
+        self._setup.on_death(reason)
+
     async def _load_again(self) -> None:
+        """The receipt stands meanwhile (no request passes), so that a short restart costs neither lanes nor leases."""
         weights, before = self._setup.staged(), self._serving
-        self._serving = None
         if weights is None or self._link is None:
+            self._serving = None
             return
         try:
             await deadline(self._link.load(weights), self._setup.config.load_s, f"load of {self._setup.model_id} after a restart")
         except (EngineError, DeadlinePassed) as error:
+            self._serving = None
             self._status.message = f"restarted without weights (had version {before.version if before else -1}): {one_line(error)}"
             log.warning("engine %s: %s", self._setup.model_id, self._status.message)
 
@@ -217,6 +232,7 @@ class _Link:
         self._requests: dict[str, asyncio.Future[ModelResponse]] = {}
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._loading: tuple[Weights, asyncio.Future[None]] | None = None
+        """The last load that was asked for, until it is answered; its caller may have given up before."""
         self._nonce = 0
         self.closed = asyncio.Event()
         self.why = ""
@@ -249,6 +265,11 @@ class _Link:
         self._loading = (weights, done)
         self._send(Load(path=weights.path, timeline=weights.timeline, version=weights.version, digest=weights.digest))
         await done
+
+    @property
+    def loading(self) -> bool:
+        """A load was asked for and not answered yet."""
+        return self._loading is not None
 
     def ping(self) -> None:
         self._nonce += 1
@@ -298,6 +319,7 @@ class _Link:
     def _loaded(self, frame: Loaded | LoadFailed, weights: Weights, done: asyncio.Future[None]) -> None:
         if (frame.timeline, frame.version) != (weights.timeline, weights.version):
             return  # the answer to a load whose deadline passed; the receipt has been noted
+        self._loading = None
         if isinstance(frame, LoadFailed):
             _reject(done, EngineError("load_failed", frame.message))
         else:

@@ -21,10 +21,10 @@ def ppo(inputs: LossInput) -> TokenLoss:
     w = sg(prox/behav) truncated or masked (arXiv 2110.00641, eq. 5).
     """
     config, advantage = inputs.config, inputs.advantage
-    corrected = is_corrected(config)
+    corrected = config.is_corrected
     ratio = exp(inputs.logp - (inputs.prox if corrected else inputs.behav))
     weight = importance_weight(inputs) if corrected else torch.ones_like(ratio)
-    clipped_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    clipped_ratio = ratio.clamp(*config.clip)
     plain, bounded = -ratio * advantage, -clipped_ratio * advantage
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
@@ -53,15 +53,15 @@ def gspo(inputs: LossInput) -> TokenLoss:
     config, advantage = inputs.config, inputs.advantage
     ratio = exp(row_mean(inputs.logp - inputs.prox, inputs.row, inputs.n_rows))[inputs.row]
     plain = -ratio * advantage
-    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
-    weight = importance_weight(inputs) if is_corrected(config) else torch.ones_like(ratio)
+    bounded = -ratio.clamp(*config.clip) * advantage
+    weight = importance_weight(inputs) if config.is_corrected else torch.ones_like(ratio)
     return TokenLoss(weight * torch.maximum(plain, bounded), (bounded > plain).detach(), ratio.detach(), weight)
 
 
 def cispo(inputs: LossInput) -> TokenLoss:
     """CISPO: −sg(min(r, 1 + ε_h))·A·log θ, r = θ/behav: a clipped weight, never a cut gradient (arXiv 2506.13585, eq. 4, 5)."""
     ratio = exp(inputs.logp.detach() - inputs.behav)
-    weight = ratio.clamp(max=1 + inputs.config.clip_high)
+    weight = ratio.clamp(max=inputs.config.clip[1])
     return TokenLoss(-weight * inputs.advantage * inputs.logp, ratio > weight, ratio, weight)
 
 
@@ -73,11 +73,6 @@ def sapo(inputs: LossInput) -> TokenLoss:
     ratio = exp(inputs.logp - inputs.behav)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * inputs.advantage
     return TokenLoss(loss, torch.zeros_like(ratio, dtype=torch.bool), ratio.detach(), torch.ones_like(ratio))
-
-
-def is_corrected(config: PPOConfig) -> bool:
-    """Whether prox/behav enters as a detached weight (TIS or MIS)."""
-    return config.tis_c is not None or config.mis_low is not None or config.mis_high is not None
 
 
 def importance_weight(inputs: LossInput) -> torch.Tensor:

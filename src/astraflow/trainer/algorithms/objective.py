@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from astraflow.protocol.errors import ConfigError
 from astraflow.trainer.algorithms import ADVANTAGES, LOSSES
 from astraflow.trainer.algorithms.base import DEFAULT_DENOMINATOR, AdvantageFn, AdvantageInput, Bools, Floats, LossFn, LossInput
-from astraflow.trainer.algorithms.losses import BATCH_MASKS, is_corrected, kl_loss
+from astraflow.trainer.algorithms.losses import BATCH_MASKS, kl_loss
 from astraflow.trainer.batch import RaggedBatch
 from astraflow.trainer.config import PPOConfig
 from astraflow.trainer.packing import PackedRows
@@ -91,8 +90,6 @@ class Objective:
         self._mask_rule = BATCH_MASKS.get(config.loss)
         default = DEFAULT_DENOMINATOR.get(config.loss, DEFAULT_DENOMINATOR.get(config.advantage, "token_mean"))
         self.denominator = config.denominator or default
-        if is_corrected(config) and config.loss not in ("ppo", "gspo") and ":" not in config.loss:
-            raise ConfigError(f"algorithm.tis_c/mis_*: loss {config.loss!r} already weighs by θ/behav; they go with ppo and gspo")
 
     def needs_prepass(self, optimizer_steps: int) -> bool:
         """Whether log-probs without gradients are needed before the loss: M2PO's bound, or prox over several optimizer steps."""
@@ -207,13 +204,16 @@ def _observe(
     sums.peak("log_ratio_max", log_ratio.abs().max().item() if len(ratio) else 0.0)
 
 
-def step_metrics(sums: Sums, n_tokens: int) -> dict[str, float]:
-    """Names of spec section 8. Means are over computed tokens; clip_frac is over all loss tokens of the batch."""
+def step_metrics(sums: Sums, n_tokens: int, optimizer_steps: int = 1) -> dict[str, float]:
+    """Names of spec section 8. Means are over computed tokens; clip_frac is over all loss tokens of the batch, losses are means
+    over its optimizer steps.
+    """
     values = sums.values
     count = values.get("tokens", 0.0)
-    metrics = {"loss/policy": values.get("policy", 0.0), "policy/loss_tokens": float(n_tokens), "policy/computed_tokens": count}
+    loss = values.get("policy", 0.0) / optimizer_steps
+    metrics = {"loss/policy": loss, "policy/loss_tokens": float(n_tokens), "policy/computed_tokens": count}
     if "kl" in values:
-        metrics["loss/kl"] = values["kl"]
+        metrics["loss/kl"] = values["kl"] / optimizer_steps
     if count:
         metrics |= {
             "policy/ratio": values["ratio"] / count,

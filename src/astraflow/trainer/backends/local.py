@@ -67,12 +67,13 @@ class LocalBackend:
             plan = self.objective.plan(batch, ref)
         if self.config.optimizer_steps > 1:
             plan.prox = self.logprobs(plan, plan.compute)
-        sums, metrics, n_tokens = Sums(), {}, 0
+        sums, n_tokens = Sums(), 0
+        steps = []
         for _ in range(self.config.epochs):
             for part in self._minibatches(plan):
-                metrics = self._optimizer_step(part, sums, before_update)
+                steps.append(self._optimizer_step(part, sums, before_update))
                 n_tokens += part.n_tokens
-        metrics |= step_metrics(sums, n_tokens)
+        metrics = over_steps(steps) | step_metrics(sums, n_tokens, len(steps))
         metrics["policy/effective_rows"] = float(len(plan.compute))
         if ref is not None:
             metrics["policy/kl_ref"] = float((plan.batch.tokens["logprobs"] - ref)[plan.mask].mean()) if plan.n_tokens else 0.0
@@ -203,6 +204,16 @@ class LocalBackend:
         torch.set_rng_state(state.tensors["rng.torch"])
         version, internal, gauss = state.values["rng_python"]
         random.setstate((version, tuple(internal), gauss))
+
+
+def over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Numbers of the optimizer steps of one batch as one: counts add up, the norm is the largest, the rate is the last."""
+    merged = dict(steps[-1])
+    for name in ("policy/skipped_updates", "perf/micro_batches", "perf/nodes", "perf/row_tokens"):
+        merged[name] = sum(step[name] for step in steps)
+    norms = [step["policy/grad_norm"] for step in steps]
+    merged["policy/grad_norm"] = max(norms) if np.all(np.isfinite(norms)) else float("nan")  # max() may pass over a nan
+    return merged
 
 
 def _moments(state: TrainState, name: str) -> dict[str, Any]:
