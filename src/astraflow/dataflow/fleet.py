@@ -354,7 +354,9 @@ class RaaSFleet:
                 self._introduced[instance_id] = incarnation
                 self._caught_up()
             except AstraFlowError as error:
-                shelf.event(f"instance {instance_id} does not take workflows: {error}")
+                complaint = f"instance {instance_id} does not take workflows: {error}"
+                if complaint not in (shelf.events[-1].partition(" ")[2] if shelf.events else ""):
+                    shelf.event(complaint)
                 await asyncio.sleep(backoff.next())
 
     # --- notices --------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def build(run_dir: Path) -> Report:
         reward=curves(rows, "reward/mean"),
         evals=seen.evals,
         accuracy=accuracies(seen.evals, rows),
-        processes=ended.processes,
+        processes={**ended.processes, **senders(rows)},
         events=[*ended.events, *seen.events],
     )
 
@@ -205,6 +205,12 @@ def curves(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, Curve]:
         if policy is not None and value is not None:
             points.setdefault(policy, {})[int(row["step"])] = float(value)
     return {policy: Curve(steps=sorted(at), values=[at[step] for step in sorted(at)]) for policy, at in points.items()}
+
+
+def senders(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Exit code of each trainer's sender agent, as its trainer saw it; nobody saw it of a trainer that was killed."""
+    codes = curves(rows, "weights/sender_exit_code")
+    return {f"sender-{policy}": {"exit_codes": [int(curve.values[-1])], "restarts": 0} for policy, curve in codes.items()}
 
 
 def wait_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

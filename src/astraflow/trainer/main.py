@@ -68,7 +68,9 @@ def run_until(process: TrainerProcess, stop: threading.Event) -> int:
     try:
         return AstraFlowPPOTrainer(process, backend, weights, link, checkpoints, metrics, stop, hashes).run()
     finally:
-        weights.close()
+        code = weights.close()
+        if code is not None:
+            metrics.log(0, {"weights/sender_exit_code": float(code)})  # for the report: the sender is this process's child
         link.close()
         metrics.close()
 

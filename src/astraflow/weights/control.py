@@ -148,19 +148,22 @@ class SenderLink:
         with self._changed:
             return Stats(summed(self._past, self._stats.counters), dict(self._stats.gauges), self._merged())
 
-    def close(self, deadline_s: float = 5.0) -> None:
-        """End the sender. Safe to call twice."""
+    def close(self, deadline_s: float = 5.0) -> int | None:
+        """End the sender and return its exit code; None when it was ended before (or given up). Safe to call twice."""
         if self._closing.is_set():
-            return
+            return None
         with self._changed:
             self._closing.set()
             self._send(Stop())
         if self._thread.is_alive():
             self._thread.join(timeout=GRACE_S)
-        if self._life is not None:
-            if self._life.child.wait(deadline_s) is None:
-                self._life.child.terminate(deadline_s)
-            self._life.sock.close()
+        if self._life is None:
+            return None
+        code = self._life.child.wait(deadline_s)
+        if code is None:
+            code = self._life.child.terminate(deadline_s)
+        self._life.sock.close()
+        return code
 
     def _kill(self) -> None:
         with self._changed:

@@ -142,10 +142,10 @@ class WeightManager:
         """The same counters per receiver (instance id)."""
         return self._link.stats().receivers if self._link is not None else {}
 
-    def close(self) -> None:
-        """End the sender and free the memory. Safe to call twice."""
-        if self._link is not None:
-            self._link.close()
+    def close(self) -> int | None:
+        """End the sender and free the memory; the sender's exit code, None when there was none to end. Safe to call twice."""
+        code = self._link.close() if self._link is not None else None
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        return code
