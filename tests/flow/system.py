@@ -244,6 +244,10 @@ class Run:
         rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
         return [row for row in rows if row["process"] == process]
 
+    def steps(self, policy: str) -> list[dict[str, Any]]:
+        """Lines of a trainer's steps, oldest first; it writes others for evaluations and at its end."""
+        return [row for row in self.metrics(f"trainer:{policy}") if "time/step_s" in row["values"]]
+
     def exit_codes(self) -> dict[str, list[int]]:
         """Name → exit code of every life."""
         return {name: process["exit_codes"] for name, process in self.outcome["processes"].items()}

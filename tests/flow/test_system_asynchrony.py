@@ -31,7 +31,7 @@ def finished_within_steps(run: Run) -> list[int]:
     """Per trainer step, how many rollouts ended while it computed (its record is written when a rollout ends)."""
     ended = [path.stat().st_mtime for path in (run.run_dir / "rollouts").rglob("*.json")]
     assert ended
-    spans = [(row["values"]["schedule/begin"], row["values"]["schedule/end"]) for row in run.metrics("trainer:solver")]
+    spans = [(row["values"]["schedule/begin"], row["values"]["schedule/end"]) for row in run.steps("solver")]
     assert len(spans) == STEPS
     return [sum(begin < at < end for at in ended) for begin, end in spans]
 

@@ -45,4 +45,4 @@ def test_killed_processes_come_back_and_the_books_add_up(stage: Stage, seed: int
     for name in killed:
         assert any(event.startswith(f"{name} was killed by SIGKILL") for event in events), events
         assert f"{name} was restarted (restart 1)" in events
-    assert max(row["values"]["weights/sender_restarts"] for row in run.metrics("trainer:verifier")) == 1
+    assert max(row["values"]["weights/sender_restarts"] for row in run.steps("verifier")) == 1

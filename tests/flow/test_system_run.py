@@ -45,14 +45,14 @@ def test_every_process_of_the_recipe_ends_with_0_and_the_books_add_up(ended: Run
     assert report["accuracy"]["heldout"]["steps"] == [0, 6, 12], "before, in the middle, and of the last version"
     assert (ended.run_dir / "report.png").is_file()
     for policy in BOTH:
-        assert [row["step"] for row in ended.metrics(f"trainer:{policy}")][:STEPS] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in ended.steps(policy)] == list(range(1, STEPS + 1))
         assert (ended.run_dir / "export" / policy / "model.safetensors").is_file()
     assert list((ended.run_dir / "ledger" / "batches").iterdir()) == []
 
 
 def test_both_policies_are_rewarded_and_moved(ended: Run) -> None:
     for policy in BOTH:
-        rows = ended.metrics(f"trainer:{policy}")[:STEPS]
+        rows = ended.steps(policy)
         assert any(0 < row["values"]["reward/mean"] < 1 for row in rows)
         assert sum(row["values"]["policy/grad_norm"] > 0 for row in rows) > STEPS / 2
 
@@ -90,5 +90,5 @@ def test_ctrl_c_drains_and_resume_goes_on_where_it_stopped(stage: Stage) -> None
     books = second.adds_up(dict.fromkeys(BOTH, target), BATCH, MAX_STALENESS)
     assert {batch.timeline for batch in books.batches} == {0}, "a drained run lost no step, so nothing was rolled back"
     for policy in BOTH:
-        steps = [row["step"] for row in second.metrics(f"trainer:{policy}")]
+        steps = [row["step"] for row in second.steps(policy)]
         assert steps == list(range(1, target + 1)), f"{policy}: every step once, before and after the stop"

@@ -37,5 +37,5 @@ def test_three_steps_of_gsm8k_end_with_0_and_add_up(stage: Stage) -> None:
     )  # fmt: skip
     unscored = sum(share.lost for share in books.shares if share.state == "trained")
     assert books.trained + unscored == STEPS * BATCH, "whole groups fill a batch; unscored members are counted, not trained"
-    assert [row["step"] for row in run.metrics("trainer:default")] == [1, 2, 3]
+    assert [row["step"] for row in run.steps("default")] == [1, 2, 3]
     assert sorted(books.digests["default"]) == [0, 1, 2, 3], "every version was published, also when its rewards were all equal"

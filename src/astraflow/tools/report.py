@@ -101,9 +101,9 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def started(run_dir: Path) -> bool:
-    """Whether there is anything to report: the run made at least one rollout."""
-    seen = _read(run_dir / "observed.json", Seen)
-    return seen.status is not None and seen.status.ledger.made > 0
+    """Whether there is anything to report: the run made at least one rollout. The ledger knows it of a run too short to be seen."""
+    found = books(run_dir, [])
+    return found is not None and found[0].made > 0
 
 
 def write(run_dir: Path, console: Console | None = None) -> Report:
