@@ -17,7 +17,7 @@ from system import TWO_POLICIES, Run, Stage, version
 pytestmark = [pytest.mark.full, pytest.mark.timeout(420)]
 POLICIES = ("solver", "verifier")
 STEPS, BATCH, K = 120, 64, 20
-"""More steps than the recipe's 30: within those the gain of one seed in two is no larger than the noise of single steps."""
+"""As in the recipe: within 30 steps the gain of one seed in two is no larger than the noise of single steps."""
 LIMIT_S = 240.0
 OVERRIDES = (f"trainer.max_steps={STEPS}", "trainer.eval_freq=60")
 

@@ -33,6 +33,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     batch_size: int = 0
     checkpoint_version: int = -1
     sender_endpoint: str = ""
+    sent_from: int = 0
+    """Oldest version that this sender ever had: one that was started anew has nothing older than what it resumed from."""
     tokenizer_hash: str = ""
     template_hash: str = ""
     rollbacks: list[tuple[int, int]] = []
@@ -108,6 +110,8 @@ class VersionBarrier:
                 commit = start - 1
         state.registered, state.done = True, False
         state.version, state.batch_size = start, message.train_batch_size
+        if bumped or message.sender_endpoint != state.sender_endpoint:
+            state.sent_from = start
         state.sender_endpoint = message.sender_endpoint
         state.tokenizer_hash, state.template_hash = message.tokenizer_hash, message.template_hash
         state.checkpoint_version = (

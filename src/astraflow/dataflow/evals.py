@@ -201,9 +201,11 @@ class EvalManager:
 
     def _plan(self, job: EvalJob, attempt: int) -> _Run:
         process, leases = self._shelf.process, {}
+        # of this life of Dataflow: an instance may still hold leases of the same evaluation from the life before
+        lane = f"{job.eval_id}.{attempt}~{self._shelf.identity.incarnation[:6]}"
         for eval_set in self._sets:
             for number, task in enumerate(eval_set.tasks):
-                lease_id = f"{job.eval_id}.{attempt}-{eval_set.name}-{number:05d}"
+                lease_id = f"{lane}-{eval_set.name}-{number:05d}"
                 leases[lease_id] = Lease(
                     lease_id=lease_id,
                     attempt=1,
@@ -215,7 +217,7 @@ class EvalManager:
                     max_prompt_tokens=eval_set.max_prompt_tokens,
                     deadline_s=process.dataflow.eval.deadline_s,
                 )
-        return _Run(f"{job.eval_id}.{attempt}", leases, {}, list(leases))
+        return _Run(lane, leases, {}, list(leases))
 
     async def _open_lane(self, job: EvalJob, lane: str, end: float) -> tuple[str, Client, dict[str, Serving]] | None:
         """An instance that serves the wanted versions, with the lane open; None at the deadline."""
@@ -277,9 +279,10 @@ class EvalManager:
         return best[2] if best is not None else None
 
     def _still_sent(self, model_id: str, want: Serving) -> bool:
-        """The sender keeps the newest version and the one before it: an instance can still be brought to those."""
-        newest = self._shelf.barrier.target(model_id)
-        return want.timeline == newest.timeline and want.version + 1 >= newest.version
+        """The sender keeps the newest version and, unless it was started since, the one before it: an instance can still be
+        brought to those."""
+        state = self._shelf.barrier.models[model_id]
+        return want.timeline == state.timeline and want.version >= max(state.version - 1, state.sent_from)
 
     def _out_of_reach(self, wanted: dict[str, Serving]) -> bool:
         """No instance serves the wanted versions or can still get there (not: there is no instance at all)."""

@@ -423,7 +423,8 @@ class RaaSFleet:
             while not call.done():
                 await asyncio.wait({call, kicked}, return_when=asyncio.FIRST_COMPLETED)
                 if kicked.done() and not call.done():
-                    if self.target(instance_id, model_id) != target:
+                    moved = shelf.barrier.models[model_id].sender_endpoint != request.sender_endpoint
+                    if moved or self.target(instance_id, model_id) != target:
                         return ""
                     kick.clear()
                     kicked = asyncio.ensure_future(kick.wait())

@@ -214,7 +214,9 @@ class SenderLink:
         except BadMessage as error:
             trouble = f" ({error})"
         try:
-            return describe_exit(life.child.terminate(5.0 if self._closing.is_set() else 1.0)) + trouble
+            if self._closing.is_set():
+                life.child.wait(5.0)  # it was asked to stop: a signal on top could only spoil its exit code
+            return describe_exit(life.child.terminate(1.0)) + trouble
         except AstraFlowError as error:  # not even SIGKILL ends it; the next life says what comes of that (its port is taken)
             return f"{error}{trouble}"
 

@@ -75,6 +75,18 @@ def test_a_trainer_that_begins_again_with_other_bytes_shares_nothing_with_the_de
     assert b.on_live_timeline("a", 1, 0)
 
 
+def test_a_sender_that_was_started_anew_has_nothing_older_than_it_resumed_from() -> None:
+    core = barrier("a")
+    core.ready(ready(), 0)
+    for version in (1, 2, 3):
+        core.notify(notice(version), 0)
+    assert core.state("a").sent_from == 0
+    again = ready(recovered=3)
+    again.sender_endpoint = "http://127.0.0.1:2"
+    core.ready(again, 1)
+    assert (core.state("a").timeline, core.state("a").sent_from) == (0, 3)
+
+
 def test_a_checkpoint_ahead_of_the_last_notice_commits_its_batch() -> None:
     b = barrier("a")
     b.ready(ready(), 0.0)
