@@ -115,7 +115,9 @@ class DataAcquisition:
             lag = shelf.barrier.lag(policy, serving) if serving is not None else None
             if lag is None or (limit is not None and lag > limit):
                 return False
-        return bool(shelf.leases.pending) or self.room(instance) >= shelf.n_samples
+        n = shelf.n_samples
+        share = shelf.pool.share(instance.instance_id, n, shelf.groups_in_flight * n + max(self.room(), 0))
+        return instance.places + n <= share and (bool(shelf.leases.pending) or self.room(instance) >= n)
 
     async def _plan(self) -> dict[str, list[LeaseRow]]:
         """Choose leases and instances, and write them down."""

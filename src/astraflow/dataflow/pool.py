@@ -7,6 +7,7 @@ its models; later it may lag, and the staleness rule absorbs that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -194,6 +195,14 @@ class RaaSPool:
         """The live instance with most free slots (weighted) that can take a whole group."""
         fit = [i for i in self.instances.values() if i.state == "live" and i.free(now) >= places and eligible(i)]
         return max(fit, key=lambda i: (i.free(now) * i.record.weight, i.instance_id), default=None)
+
+    def share(self, instance_id: str, places: int, total: int) -> int:
+        """Most trajectories that this instance should run of `total` under way: its part by weight among the live ones, in whole
+        groups of `places` (at least one). Without it whoever loads a new version first would take all that it lets in.
+        """
+        live = [i for i in self.instances.values() if i.state == "live" or i.instance_id == instance_id]
+        part = self.instances[instance_id].record.weight / sum(i.record.weight for i in live)
+        return max(math.ceil(total * part / places), 1) * places
 
     def assign(self, instance_id: str, lease_id: str, attempt: int, places: int, now: float) -> None:
         """A lease goes to an instance."""

@@ -79,6 +79,16 @@ def test_routing_takes_most_free_slots_weighted_and_believes_the_instance() -> N
     assert pool.route(20, lambda i: True, 0.0) is None
 
 
+def test_no_instance_takes_more_than_its_part_of_what_may_run() -> None:
+    pool = live("a", "b", "c")
+    assert [pool.share(name, 8, 64) for name in "abc"] == [24, 24, 24], "whole groups, rounded up"
+    assert pool.share("a", 8, 0) == pool.share("a", 8, 8) == 8, "one group is always allowed: nobody waits for nothing"
+    pool.instances["a"].record.weight = 2.0
+    assert [pool.share(name, 8, 64) for name in "ab"] == [32, 16]
+    pool.instances["b"].state = "suspect"
+    assert pool.share("c", 8, 60) == 24, "of the live ones only"
+
+
 def test_an_old_word_on_free_slots_does_not_keep_an_idle_instance_idle() -> None:
     pool = live("r")
     pool.reported("r", 0, 0.0)
