@@ -199,6 +199,9 @@ def main() -> None:
     except USAGE_ERROR as error:
         say_error(error.format_message())
         code = 2
+    except OSError as error:  # a full disk, a directory that went away
+        say_error(f"{error.filename or 'the run directory'}: {error.strerror or error}")
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from astraflow.dataflow.journal import SCHEMA, BatchRow, LeaseRow, Recovered, Result, Settled, ShareRow
 from astraflow.dataflow.policies.base import GroupStats
-from astraflow.dataflow.segments import Location, SegmentFiles
+from astraflow.dataflow.segments import Location, PayloadDamaged, SegmentFiles
 from astraflow.protocol.control import EvalResult, LedgerCounts
 
 T = TypeVar("T")
@@ -168,8 +168,12 @@ class Ledger:
         return found
 
     def payload(self, lease_id: str) -> bytes:
-        """The encoded Group of a lease that may still be served. May be called from any thread."""
-        return self.segments.read(self.places[lease_id])
+        """The encoded Group of a lease that may still be served. May be called from any thread. Raises PayloadDamaged."""
+        try:
+            return self.segments.read(self.places[lease_id])
+        except PayloadDamaged as error:
+            error.lease_id = lease_id
+            raise
 
     def commit(self, policy: str, timeline: int, first: int, version: int, checkpoint: int, keep: set[str], meta: dict[str, bytes]) -> int:
         """A notice: batches first … version − 1 are trained; those in the checkpoint become final. Returns rows trained.

@@ -16,6 +16,13 @@ import xxhash
 from astraflow.protocol.errors import AstraFlowError
 
 
+class PayloadDamaged(AstraFlowError):
+    """A payload on disk is not what was written."""
+
+    lease_id = ""
+    """Whose payload it is."""
+
+
 class Location(msgspec.Struct, frozen=True):
     """Where a payload lies."""
 
@@ -50,11 +57,14 @@ class SegmentFiles:
         return Location(self._current, start, len(payload), xxhash.xxh3_64_intdigest(payload))
 
     def read(self, place: Location) -> bytes:
-        """One payload, verified. Raises AstraFlowError when the file does not hold what was written."""
-        with self._path(place.segment).open("rb") as file:
-            data = os.pread(file.fileno(), place.length, place.offset)
+        """One payload, verified. Raises PayloadDamaged when the file does not hold what was written, or is gone."""
+        try:
+            with self._path(place.segment).open("rb") as file:
+                data = os.pread(file.fileno(), place.length, place.offset)
+        except FileNotFoundError:
+            data = b""
         if len(data) != place.length or xxhash.xxh3_64_intdigest(data) != place.checksum:
-            raise AstraFlowError(f"ledger: {self._path(place.segment)} at byte {place.offset}: payload damaged")
+            raise PayloadDamaged(f"ledger: {self._path(place.segment)} at byte {place.offset}: payload damaged")
         return data
 
     def hold(self, segment: int, count: int = 1) -> None:

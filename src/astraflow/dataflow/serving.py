@@ -13,6 +13,7 @@ from astraflow.dataflow.buffer import Entry
 from astraflow.dataflow.collate import Item, collate
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.journal import BatchRow, Settled
+from astraflow.dataflow.segments import PayloadDamaged
 from astraflow.dataflow.shelf import Shelf
 from astraflow.protocol import codec
 from astraflow.protocol.batch import Batch, BatchReply, BatchRequest, WaitEdge
@@ -147,10 +148,25 @@ class DataServing:
             fresh, again = buffer.take(groups, replayed, request.version)
             try:
                 await self._make(request, fresh, again)
+            except PayloadDamaged as error:
+                buffer.put_back(entry for entry in fresh if entry.lease_id != error.lease_id)
+                await self._give_up(model_id, error, [entry for entry in fresh if entry.lease_id == error.lease_id])
+                return
             except Exception:
                 buffer.put_back(fresh)
                 raise
             buffer.pace.accepted += sum(entry.places for entry in again)
+
+    async def _give_up(self, model_id: str, error: PayloadDamaged, fresh: list[Entry]) -> None:
+        """A group whose bytes were damaged on disk can never be served: it is dropped, counted and named, and the others go on."""
+        shelf, buffer = self._shelf, self._shelf.buffers[model_id]
+        shelf.event(f"group {error.lease_id} of {model_id} is lost: {error}")
+        buffer.forget_replay(lambda entry: entry.lease_id == error.lease_id)
+        for entry in fresh:
+            buffer.pace.give_back(entry.places)
+            shelf.rejections[model_id].dropped["damaged"] += 1
+            await shelf.write(shelf.ledger.settle, [Settled(entry.lease_id, model_id, "dropped", "damaged")])
+        shelf.pulse.fire()
 
     async def _expire(self, model_id: str, version: int) -> None:
         """Drop what may no longer be served: stale, or (a rollback came while it was written) of a dead timeline."""

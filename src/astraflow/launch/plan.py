@@ -185,7 +185,7 @@ class RunBook:
                 return self._next_phase(now)
             return [self._end(late, now + self._launch.term_s, "the trainers are gone")]
         if self.phase == "ending" and late:
-            self.events.append(f"{', '.join(late)} did not end within launch.end_s = {self._launch.end_s:g} s")
+            self.events.append(f"{', '.join(late)} did not end without being asked")
             return [self._end(late, now + self._launch.term_s, "end of the run")]
         return []
 
@@ -209,7 +209,9 @@ class RunBook:
         trainers = any(p.alive for p in self.processes.values() if p.spec.role == "trainer")
         if self.phase in ("up", "draining", "leaving") and not self._dataflow_alive():
             # in order when the trainers are done; trainers without a Dataflow could only wait for their own deadlines
-            self.phase, self._deadline = "ending", now + self._launch.end_s
+            # after an orderly end an instance that joined too late to be told may be there still; it is asked soon
+            orderly = not trainers and all(p.state == "done" for p in self.processes.values() if p.spec.role == "dataflow")
+            self.phase, self._deadline = "ending", now + (min(LEAVE_S, self._launch.end_s) if orderly else self._launch.end_s)
             self._no_more_restarts()
         elif self.phase in ("up", "draining") and not trainers:
             self.phase, self._deadline = "leaving", now + (LEAVE_S if self.drained else self._launch.end_s)

@@ -97,6 +97,8 @@ class Report(msgspec.Struct, kw_only=True):
     accuracy: dict[str, Curve]
     """Average accuracy per evaluation set over versions, what the trainers noted included (the last one ends with the run)."""
     processes: dict[str, dict[str, Any]]
+    restarts: dict[str, int] = {}
+    """Whatever was started again, the children of services (engines, senders) among it."""
     events: list[str]
 
 
@@ -150,6 +152,7 @@ def build(run_dir: Path) -> Report:
         evals=seen.evals,
         accuracy=accuracies(seen.evals, rows),
         processes={**ended.processes, **senders(rows)},
+        restarts=restarts(ended, seen, rows),
         events=[*ended.events, *seen.events],
     )
 
@@ -211,6 +214,18 @@ def senders(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Exit code of each trainer's sender agent, as its trainer saw it; nobody saw it of a trainer that was killed."""
     codes = curves(rows, "weights/sender_exit_code")
     return {f"sender-{policy}": {"exit_codes": [int(curve.values[-1])], "restarts": 0} for policy, curve in codes.items()}
+
+
+def restarts(ended: Ended, seen: Seen, rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How often each process was started again: by the supervisor, or by the service whose child it is."""
+    counts = {name: int(process["restarts"]) for name, process in ended.processes.items()}
+    for policy, curve in curves(rows, "weights/sender_restarts").items():
+        counts[f"sender-{policy}"] = int(max(curve.values))
+    for life in [*seen.past_lives, *seen.instances.values()]:
+        for model_id, engine in life.engines.items():
+            name = f"engine {life.instance_id}/{model_id}"
+            counts[name] = counts.get(name, 0) + engine.restarts
+    return {name: count for name, count in counts.items() if count}
 
 
 def wait_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -310,8 +325,7 @@ def lines(report: Report) -> list[tuple[str, str]]:
         out.append((f"trainer wait {policy}", f"{share:.0%} of its time"))
     codes = "  ".join(f"{name} {' '.join(map(str, p['exit_codes'])) or '–'}" for name, p in report.processes.items())
     out.append(("exit codes", codes))
-    restarts = {name: p["restarts"] for name, p in report.processes.items() if p["restarts"]}
-    out.append(("restarts", "  ".join(f"{name} {count}" for name, count in restarts.items()) or "none"))
+    out.append(("restarts", "  ".join(f"{name} {count}" for name, count in report.restarts.items()) or "none"))
     out += [("what happened" if index == 0 else "", event) for index, event in enumerate(report.events[-30:])]
     return out
 

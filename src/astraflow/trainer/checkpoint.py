@@ -2,7 +2,8 @@
 
     <run_dir>/checkpoints/<model_id>/step-00000010/{state.safetensors, checkpoint.json}
 
-Tensors go to a safetensors file, everything else to JSON: nothing is unpickled. A directory is written under a hidden name,
+Tensors go to a safetensors file, everything else to JSON, the size and xxh3-128 of the tensors among it: nothing is unpickled, and
+a damaged file is never trained on. A directory is written under a hidden name,
 synced and renamed. Writing runs in a thread and reads the live tensors without a copy: they only change inside an optimizer step,
 and `wait` (the backend's `before_update`) holds that step back until the file is written. On a laptop a step's forward and
 backward pass hide the writing.
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from astraflow.protocol.errors import ConfigError
+from astraflow.protocol.errors import AstraFlowError, ConfigError
 from astraflow.trainer.backends.base import TrainState
 from astraflow.trainer.config import CheckpointConfig
 
@@ -43,6 +45,10 @@ DTYPE_NAMES = {
 }
 WRITE_BYTES = 16 << 20
 """Piece of a tensor per write call: large enough to be cheap, small enough to let other threads run."""
+
+
+class DamagedCheckpoint(AstraFlowError):
+    """A checkpoint whose files do not hold what was written."""
 
 
 class Checkpoints:
@@ -84,8 +90,9 @@ class Checkpoints:
             staging = self.directory / f".{target.name}.{os.getpid()}.tmp"
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            write_safetensors(staging / "state.safetensors", tensors)
-            _write_synced(staging / "checkpoint.json", text.encode("utf-8"))
+            size, digest = write_safetensors(staging / "state.safetensors", tensors)
+            sealed = json.loads(text) | {"tensors": {"size_bytes": size, "xxh3_128": digest}}
+            _write_synced(staging / "checkpoint.json", json.dumps(sealed).encode("utf-8"))
             shutil.rmtree(target, ignore_errors=True)  # of a dead timeline: the same step, trained again
             os.replace(staging, target)
             _sync_directory(self.directory)
@@ -112,28 +119,64 @@ class Checkpoints:
         return sorted(int(match[1]) for match in names if match and (self.directory / match[0] / "checkpoint.json").is_file())
 
     def load_newest(self) -> tuple[int, TrainState, dict[str, Any]] | None:
-        """(version, backend state, loop values) of the newest complete checkpoint, or None.
+        """(version, backend state, loop values) of the newest complete checkpoint that is whole, or None.
 
         With `resume: false` checkpoints of other runs are ignored; a supervised restart of this run continues all the same.
-        Raises ConfigError when it was written by another format.
+        A damaged one is passed over with a warning. Raises ConfigError when all are damaged, or one is of another format.
         """
-        versions = self.complete()
-        if not versions:
-            return None
-        from safetensors.torch import load_file
+        damaged = []
+        for version in reversed(self.complete()):
+            path = self.directory / f"step-{version:08d}"
+            try:
+                plain = _plain(path)
+                if not self.config.resume and plain["run_id"] != self.run_id:
+                    return None
+                state = TrainState(_whole_tensors(path / "state.safetensors", plain["tensors"]), plain["backend"])
+                found = version, state, plain["loop"]
+            except (DamagedCheckpoint, KeyError) as error:
+                damaged.append(f"{path}: damaged checkpoint: {error}")
+                logger.warning("%s", damaged[-1])
+                continue
+            self.durable = version
+            return found
+        if damaged:
+            raise ConfigError(f"{damaged[0]}; no other is whole (to begin anew, remove {self.directory})")
+        return None
 
-        path = self.directory / f"step-{versions[-1]:08d}"
-        plain = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        if plain.get("format") != FORMAT:
-            raise ConfigError(f"{path}: checkpoint format {plain.get('format')!r}, this version reads {FORMAT}")
-        if not self.config.resume and plain.get("run_id") != self.run_id:
-            return None
-        self.durable = versions[-1]
-        return versions[-1], TrainState(load_file(path / "state.safetensors"), plain["backend"]), plain["loop"]
+
+def _plain(path: Path) -> dict[str, Any]:
+    """checkpoint.json of a checkpoint. Raises DamagedCheckpoint, or ConfigError for another format."""
+    try:
+        plain = json.loads((path / "checkpoint.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint.json: {error}") from None
+    if not isinstance(plain, dict):
+        raise DamagedCheckpoint("checkpoint.json: not an object")
+    if plain.get("format") != FORMAT:
+        raise ConfigError(f"{path}: checkpoint format {plain.get('format')!r}, this version reads {FORMAT}")
+    return plain
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Stream CPU tensors into a synced safetensors file without a second copy in memory."""
+def _whole_tensors(path: Path, sealed: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, after their bytes were compared with what was written. Raises DamagedCheckpoint."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        with path.open("rb") as file:
+            size, digest = os.fstat(file.fileno()).st_size, xxhash.xxh3_128()
+            while piece := file.read(WRITE_BYTES):
+                digest.update(piece)
+        if (size, digest.hexdigest()) != (sealed["size_bytes"], sealed["xxh3_128"]):
+            wrote = f"{sealed['size_bytes']} bytes with xxh3-128 {sealed['xxh3_128']}"
+            raise DamagedCheckpoint(f"{path.name}: {size} bytes with xxh3-128 {digest.hexdigest()}, written were {wrote}")
+        return load_file(path)
+    except (OSError, SafetensorError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {error}") from None
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+    """Stream CPU tensors into a synced safetensors file without a second copy in memory; its size in bytes and xxh3-128."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -142,18 +185,21 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         offset += size
     head = json.dumps(header).encode("utf-8")
     head += b" " * (-len(head) % 8)
+    digest = xxhash.xxh3_128()
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(struct.pack("<Q", len(head)) + head))
+        _write_all(file.fileno(), memoryview(struct.pack("<Q", len(head)) + head), digest)
         for tensor in tensors.values():
             if tensor.numel():
                 raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                _write_all(file.fileno(), memoryview(raw.numpy().data))
+                _write_all(file.fileno(), memoryview(raw.numpy().data), digest)
         os.fsync(file.fileno())
+    return 8 + len(head) + offset, digest.hexdigest()
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_all(descriptor: int, data: memoryview, digest: xxhash.xxh3_128) -> None:
     for low in range(0, len(data), WRITE_BYTES):
         piece = data[low : low + WRITE_BYTES]
+        digest.update(piece)
         while len(piece):
             piece = piece[os.write(descriptor, piece) :]
 

@@ -122,7 +122,7 @@ class CheckpointConfig(Section, kw_only=True):
 
     every: Count = 10
     """Steps between checkpoints; 0 = only at the end."""
-    keep: Positive = 1
+    keep: Positive = 2
     """Complete checkpoints that are kept."""
     at_end: bool = True
     """Save when training ends or is drained."""

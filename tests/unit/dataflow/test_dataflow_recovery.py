@@ -219,3 +219,26 @@ def test_a_receipt_of_an_earlier_timeline_confirms_only_the_published_bytes(tmp_
         bench.close()
 
     run(scene)
+
+
+def test_a_payload_that_was_damaged_on_disk_costs_its_group_and_nothing_else(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        leases = (await bench.lease())[:3]
+        for lease_id in leases:
+            await bench.deliver(lease_id, [0.0, 1.0])
+        place = bench.shelf.ledger.places[leases[0]]
+        path = next((tmp_path / "ledger").rglob(f"segment-{place.segment:06d}.bin"))
+        data = bytearray(path.read_bytes())
+        data[place.offset + place.length // 2] ^= 1
+        path.write_bytes(data)
+        replies = [await bench.ask(0) for _ in range(2)]
+        batch = replies[-1].batch
+        assert batch is not None
+        assert batch.group_ids == leases[1:]
+        assert bench.shelf.ledger.counts().dropped == {"damaged": 2}
+        assert any(leases[0] in event and "damaged" in event for event in bench.shelf.events)
+        assert accounted(bench)
+        bench.close()
+
+    run(scene)

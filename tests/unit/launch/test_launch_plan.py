@@ -134,10 +134,10 @@ def test_a_rollout_service_that_outlives_the_run_is_terminated() -> None:
     run.exited("trainer-a", 0, 1.0)
     run.exited("dataflow", 0, 1.0)
     run.exited("raas-0", 0, 2.0)
-    assert run.tick(20.9) == []
-    assert run.tick(21.0) == [Terminate(("raas-1",), 26.0, "end of the run")]
-    assert "raas-1 did not end within launch.end_s" in run.events[-1]
-    run.exited("raas-1", -9, 26.0)
+    assert run.tick(5.9) == []
+    assert run.tick(6.0) == [Terminate(("raas-1",), 11.0, "end of the run")], "5 s after an orderly end: it joined too late to be told"
+    assert "raas-1 did not end without being asked" in run.events[-1]
+    run.exited("raas-1", -9, 11.0)
     assert (run.phase, run.exit_code()) == ("over", 1)
 
 

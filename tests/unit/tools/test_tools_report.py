@@ -13,7 +13,7 @@ from rich.console import Console
 from astraflow.launch.local import Outcome
 from astraflow.launch.watch import Observed
 from astraflow.lib.metrics import Metrics
-from astraflow.protocol.control import Availability, DataflowStatus, EvalResult, LedgerCounts, RaaSStatus, TrainerInfo
+from astraflow.protocol.control import Availability, DataflowStatus, EngineStatus, EvalResult, LedgerCounts, RaaSStatus, TrainerInfo
 from astraflow.protocol.errors import ConfigError
 from astraflow.protocol.rollout import Serving
 from astraflow.tools import report
@@ -43,7 +43,7 @@ def instance(incarnation: str, full: int, delta: int) -> RaaSStatus:
         availability=Availability(total_slots=8, free_slots=8, in_flight=0, outbox=0),
         models=["default"],
         serving={"default": Serving(timeline=0, version=3, digest="d")},
-        engines={},
+        engines={"default": EngineStatus(kind="embedded", state="ready", restarts=1 if incarnation == "a" else 2)},
         workflows=[],
         metrics={
             "weights/syncs_full": full,
@@ -101,6 +101,14 @@ def test_the_numbers_come_from_the_files(run_dir: Path) -> None:
     assert made.accuracy["heldout"] == report.Curve(steps=[0, 3], values=[0.2, 0.7])
     assert made.wait_share == {"default": 0.25}
     assert made.effective == {"default": 0.75}
+
+
+def test_restarts_of_the_services_children_are_counted_too(run_dir: Path) -> None:
+    assert report.build(run_dir).restarts == {"trainer-default": 1, "engine raas-0/default": 3}
+    row = {"time": 1.0, "process": "trainer:default", "step": 3, "values": {"weights/sender_restarts": 2.0}}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert report.build(run_dir).restarts["sender-default"] == 2
 
 
 def test_the_table_says_what_a_user_wants_to_know(run_dir: Path) -> None:

@@ -110,3 +110,35 @@ def test_schedules_begin_above_zero_and_end_at_their_floor() -> None:
         assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
         assert rates[19] == pytest.approx(2.0 if shape == "constant" else 0.2)
         assert rates[-1] == rates[19]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lengthen", "no tensors", "torn json", "json of a list"])
+def test_a_damaged_checkpoint_is_passed_over_and_never_trained_on(tmp_path: Path, harm: str) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), "run")
+    for version in (1, 2):
+        checkpoints.save(version, state_of(version), {})
+    checkpoints.wait()
+    damage(tmp_path / "step-00000002", harm)
+    again = Checkpoints(tmp_path, CheckpointConfig(), "run")
+    found = again.load_newest()
+    assert found is not None
+    assert (found[0], again.durable) == (1, 1)
+    assert torch.equal(found[1].tensors["a"], state_of(1).tensors["a"])
+    damage(tmp_path / "step-00000001", harm)
+    with pytest.raises(ConfigError, match=r"step-00000002: damaged checkpoint: .*no other is whole"):
+        Checkpoints(tmp_path, CheckpointConfig(), "run").load_newest()
+
+
+def damage(path: Path, harm: str) -> None:
+    tensors, plain = path / "state.safetensors", path / "checkpoint.json"
+    data = tensors.read_bytes()
+    if harm == "flip":
+        tensors.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    elif harm == "cut":
+        tensors.write_bytes(data[: len(data) // 2])
+    elif harm == "lengthen":
+        tensors.write_bytes(data + b"\0")
+    elif harm == "no tensors":
+        tensors.unlink()
+    else:
+        plain.write_text("[]" if harm == "json of a list" else plain.read_text()[:-20])
