@@ -1,4 +1,4 @@
-"""What can be known before anything is started: models that can be read, and workflows that take their options.
+"""What can be known before anything is started: models that can be read, workflows that take their options, data that loads.
 
 A process would find out as well, but only after it has started, and one that asks for the impossible over and over looks like a
 run that waits. Nothing here imports torch or reads a weight; the price is one look at each header.
@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from astraflow.config.experiment import Experiment, Resolved, workflow_sections
+from astraflow.datasets import api as datasets
 from astraflow.lib.registry import import_attr
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.protocol.errors import ConfigError, UserError
 from astraflow.weights.config import ModelConfig
 from astraflow.workflows.api import WORKFLOWS, WorkflowContext
 
+SLOW_LOADER = "reasoning_gym"
+"""Its import alone takes many seconds; Dataflow says what is wrong with it."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
@@ -37,6 +40,19 @@ def preflight(resolved: Resolved, models: Mapping[str, ModelConfig]) -> None:
     """
     tokenizers = {name: check_model(f"models.{name}", model) for name, model in models.items()}
     check_workflows(resolved.experiment, tokenizers)
+    check_data(resolved.experiment)
+
+
+def check_data(experiment: Experiment) -> None:
+    """Load every data set once, as Dataflow will. Raises UserError for a misspelt option, a broken row or an empty set."""
+    sets = {"train_dataset": experiment.train_dataset, **{f"valid_datasets.{k}": v for k, v in experiment.valid_datasets.items()}}
+    for path, config in sets.items():
+        if config.loader == SLOW_LOADER:
+            continue
+        try:
+            datasets.load(config, experiment.experiment.seed)
+        except UserError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
 
 def check_model(path: str, model: ModelConfig) -> Tokenizer:
