@@ -158,6 +158,17 @@ def run(test: Awaitable[None]) -> None:
     asyncio.run(bounded())
 
 
+async def written(raas: Any, ref: str) -> bytes:
+    """A record; it is written behind the delivery, which does not wait for the disk."""
+    end = time.monotonic() + 10.0
+    while True:
+        try:
+            return bytes(await raas.client.raw(RaaSAPI.record, ref, timeout_s=5))
+        except UnknownName:
+            assert time.monotonic() < end, f"record {ref} is not written"
+            await asyncio.sleep(0.01)
+
+
 def test_leases_go_in_and_groups_come_out_until_they_are_acknowledged(start: Start) -> None:
     async def test() -> None:
         raas = start({"correct": 1.0})
@@ -182,7 +193,7 @@ def test_leases_go_in_and_groups_come_out_until_they_are_acknowledged(start: Sta
         assert reply.serving["default"].version == 0
         assert await raas.submit(lease("a", 4)) == ["duplicate"], "acknowledged is not forgotten"
         assert (await raas("leases")).held == []
-        record = await raas.client.raw(RaaSAPI.record, group.trajectories[0].record_ref, timeout_s=5)
+        record = await written(raas, group.trajectories[0].record_ref)
         assert msgspec.json.decode(record)["calls"][0]["answer"] == "5"
         with pytest.raises(UnknownName):
             await raas.client.raw(RaaSAPI.record, "nothing", timeout_s=5)

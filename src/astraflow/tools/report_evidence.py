@@ -113,9 +113,10 @@ def mean_over_seeds(out: Path) -> float | None:
 
 
 def commit() -> str:
-    """Commit of the checkout; marked when there are changes that it does not hold."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Commit of the checkout; marked when there are changes that it does not hold (other than the evidence itself)."""
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":(exclude)evidence"], check=False)
+    return (done.stdout.strip() or "unknown") + ("" if same.returncode == 0 else "-dirty")
 
 
 def machine() -> dict[str, Any]:
