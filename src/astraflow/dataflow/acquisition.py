@@ -116,7 +116,7 @@ class DataAcquisition:
             if lag is None or (limit is not None and lag > limit):
                 return False
         n = shelf.n_samples
-        share = shelf.pool.share(instance.instance_id, n, shelf.groups_in_flight * n + max(self.room(), 0))
+        share = shelf.pool.share(instance.instance_id, n, shelf.groups_in_flight * n + self.room())
         return instance.places + n <= share and (bool(shelf.leases.pending) or self.room(instance) >= n)
 
     async def _plan(self) -> dict[str, list[LeaseRow]]:

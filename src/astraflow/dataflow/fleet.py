@@ -339,7 +339,7 @@ class RaaSFleet:
 
     async def _introduce(self, instance_id: str) -> None:
         """Name the workflows to a process that does not know them yet."""
-        shelf, backoff = self._shelf, Backoff()
+        shelf, backoff, complained = self._shelf, Backoff(), ""
         while (instance := shelf.pool.instances.get(instance_id)) is not None:
             incarnation, client = instance.record.incarnation, self._clients.get(instance_id)
             if self._introduced.get(instance_id) == incarnation:
@@ -355,7 +355,8 @@ class RaaSFleet:
                 self._caught_up()
             except AstraFlowError as error:
                 complaint = f"instance {instance_id} does not take workflows: {error}"
-                if complaint not in (shelf.events[-1].partition(" ")[2] if shelf.events else ""):
+                if complaint != complained:
+                    complained = complaint
                     shelf.event(complaint)
                 await asyncio.sleep(backoff.next())
 

@@ -213,7 +213,7 @@ def curves(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, Curve]:
 def senders(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Exit code of each trainer's sender agent, as its trainer saw it; nobody saw it of a trainer that was killed."""
     codes = curves(rows, "weights/sender_exit_code")
-    return {f"sender-{policy}": {"exit_codes": [int(curve.values[-1])], "restarts": 0} for policy, curve in codes.items()}
+    return {f"sender-{policy}": {"exit_codes": [int(curve.values[-1])]} for policy, curve in codes.items()}
 
 
 def restarts(ended: Ended, seen: Seen, rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
