@@ -1,6 +1,7 @@
 """The command line: verbs only. Everything heavy is imported inside the verb that needs it.
 
-Exit status: 0 it worked (a run: it trained, or was drained in order); 1 it failed; 2 a mistake of the user, told in one line.
+Exit status: 0 it worked (a run: it trained, or was drained in order); 1 it failed; 2 a mistake of the user, told in one line;
+3 the run stalled (its report says who is stuck).
 """
 
 from __future__ import annotations
@@ -143,17 +144,39 @@ def status(
     token_file: Annotated[str, typer.Option("--token-file", help="File with the cluster token.")] = "",
 ) -> None:
     """What a running job does, and who waits for whom."""
-    from rich.console import Console
-
-    from astraflow.launch.join import dataflow_status
+    from astraflow.launch.join import dataflow_status, steps_planned
     from astraflow.protocol.codec import encode_json
-    from astraflow.tools.panel import status_view
+    from astraflow.tools.panel import print_status
 
     answer = dataflow_status(target, token_file)
     if as_json:
         typer.echo(encode_json(answer).decode())
         return
-    Console().print(status_view(answer))
+    print_status(answer, steps_planned(target, token_file))
+
+
+@app.command()
+def explain(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run, also of one that goes on.")],
+    task: Annotated[str, typer.Option("--task", help="Only groups of this task.")] = "",
+    lease: Annotated[str, typer.Option("--lease", help="Only this lease.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Only this reason, or those that begin with it (error, error:reward).")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="Only for this policy.")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Groups to show, newest first.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")] = False,
+) -> None:
+    """Why groups were not trained on: one reason each, and counts that add up."""
+    import msgspec
+
+    from astraflow.tools.explain import Query, show
+    from astraflow.tools.explain import explain as look
+    from astraflow.tools.panel import page
+
+    answer = look(run_dir, Query(task=task, lease=lease, reason=reason, policy=policy, limit=limit))
+    if as_json:
+        typer.echo(msgspec.json.encode(answer).decode())
+        return
+    show(answer, page())
 
 
 @app.command()
@@ -174,6 +197,46 @@ def list_names(family: Annotated[str, typer.Argument(help="workflows, rewards, d
     from astraflow.launch.names import names
 
     typer.echo("".join(f"{name}\n" for name in names(family)), nl=False)
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The schedule to replay.")] = 0,
+    count: Annotated[int, typer.Option("--count", min=1, help="So many schedules, from --seed on.")] = 1,
+    trace: Annotated[bool, typer.Option("--trace", help="Print every event.")] = False,
+) -> None:
+    """Replay fault schedules against the real Dataflow service in simulated time; ends with 1 when an invariant breaks."""
+    from astraflow.tools.chaos import tell
+
+    raise typer.Exit(tell(seed, count, trace, typer.echo))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure: dataflow.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write machine and results there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that it works; the numbers mean nothing.")] = False,
+) -> None:
+    """Measure this machine with real processes."""
+    from rich.console import Console
+
+    from astraflow.tools import bench as benches
+
+    benches.run(name, json_file, quick, Console())
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run; it may still be running.")],
+    curators: Annotated[list[str] | None, typer.Option("--curator", metavar="YAML", help="Name, or '{name: greso, p_easy: .4}'.")] = None,
+    filters: Annotated[list[str] | None, typer.Option("--filter", metavar="YAML", help="The same; may be repeated.")] = None,
+    shapers: Annotated[list[str] | None, typer.Option("--shaper", metavar="YAML", help="The same; may be repeated.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")] = None,
+) -> None:
+    """What other data policies would have kept, on the log of a run."""
+    from astraflow.tools import replay as tool
+
+    tool.run(run_dir, curators or [], filters or [], shapers or [], json_file)
 
 
 @app.callback(invoke_without_command=True)

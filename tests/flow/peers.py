@@ -78,9 +78,13 @@ class ScriptedRaaS:
     delay_s: float
     reward: str
     lose_every: int
+    gate: str = ""
+    """Training leases end only while this file exists; empty = always."""
+    lane_gate: str = ""
+    """The same for leases of an evaluation."""
     serving: dict[str, rollout.Serving] = field(default_factory=dict)
     workflows: list[str] = field(default_factory=list)
-    running: dict[str, tuple[rollout.Lease, asyncio.Task[None]]] = field(default_factory=dict)
+    running: dict[str, tuple[rollout.Lease, asyncio.Task[None], str]] = field(default_factory=dict)
     outbox: dict[str, tuple[rollout.Delivery, str]] = field(default_factory=dict)
     known: set[tuple[str, int]] = field(default_factory=set)
     lanes: dict[str, dict[str, rollout.Serving]] = field(default_factory=dict)
@@ -91,7 +95,7 @@ class ScriptedRaaS:
 
     @property
     def in_flight(self) -> int:
-        return sum(lease.n_samples for lease, _ in self.running.values())
+        return sum(lease.n_samples for lease, _, _ in self.running.values())
 
     def handlers(self) -> dict[str, Any]:
         async def missing(ref: str) -> bytes:
@@ -134,13 +138,15 @@ class ScriptedRaaS:
             else:
                 self.known.add((lease.lease_id, lease.attempt))
                 task = asyncio.get_running_loop().create_task(self.work(lease, request.lane))
-                self.running[lease.lease_id] = (lease, task)
+                self.running[lease.lease_id] = (lease, task, request.lane)
             verdicts.append(rollout.LeaseVerdict(lease_id=lease.lease_id, verdict=verdict))
         return rollout.SubmitReply(verdicts=verdicts, free_slots=self.slots - self.in_flight, serving=self.serving)
 
     async def work(self, lease: rollout.Lease, lane: str) -> None:
         serving = dict(self.serving)
         await asyncio.sleep(self.delay_s)
+        while (gate := self.lane_gate if lane else self.gate) and not Path(gate).exists():
+            await asyncio.sleep(0.02)
         group = make_group(lease, self.policies, serving, "mixed" if lane else self.reward)
         delivery = rollout.Delivery(
             delivery_id=f"{lease.lease_id}/{lease.attempt}", lease_id=lease.lease_id, attempt=lease.attempt,
@@ -167,7 +173,10 @@ class ScriptedRaaS:
         )
 
     async def leases(self, request: Empty) -> rollout.Leases:
-        held = [rollout.HeldLease(lease_id=key, attempt=lease.attempt, state="running") for key, (lease, _) in self.running.items()]
+        held = [
+            rollout.HeldLease(lease_id=key, attempt=lease.attempt, state="running", lane=lane)
+            for key, (lease, _, lane) in self.running.items()
+        ]
         held += [rollout.HeldLease(lease_id=d.lease_id, attempt=d.attempt, state="done", lane=lane) for d, lane in self.outbox.values()]
         return rollout.Leases(held=held)
 
@@ -176,6 +185,7 @@ class ScriptedRaaS:
             found = self.running.pop(lease_id, None)
             if found is not None:
                 found[1].cancel()
+                self.known.discard((lease_id, found[0].attempt))  # as if it had never come
             self.outbox = {key: value for key, value in self.outbox.items() if value[0].lease_id != lease_id}
         return Empty()
 
@@ -192,7 +202,9 @@ class ScriptedRaaS:
         return weights.NotifyRaaSReply(state="loaded", serving=self.serving)
 
     async def reset(self, request: rollout.ResetEngine) -> rollout.ResetEngineReply:
-        return rollout.ResetEngineReply(cancelled=[])
+        cancelled = [key for key, (_, _, lane) in self.running.items() if not lane]
+        await self.cancel(rollout.CancelLeases(lease_ids=cancelled))
+        return rollout.ResetEngineReply(cancelled=cancelled)
 
     async def eval_start(self, request: rollout.EvalStart) -> Empty:
         if any(self.serving.get(model) != wanted for model, wanted in request.versions.items()):
@@ -361,7 +373,7 @@ class Stage:
 def _raas_main(arguments: argparse.Namespace) -> None:
     raas = ScriptedRaaS(
         arguments.instance, new_identity(RUN_ID), arguments.policies.split(","), arguments.slots, arguments.delay,
-        arguments.reward, arguments.lose_every,
+        arguments.reward, arguments.lose_every, arguments.gate, arguments.lane_gate,
     )  # fmt: skip
     asyncio.run(raas.serve(arguments.dataflow, arguments.port))
 
@@ -385,6 +397,8 @@ def main() -> int:
     raas.add_argument("--delay", type=float, default=0.02)
     raas.add_argument("--reward", default="random")
     raas.add_argument("--lose-every", type=int, default=0)
+    raas.add_argument("--gate", default="")
+    raas.add_argument("--lane-gate", default="")
     dataflow = parts.add_parser("dataflow")
     dataflow.add_argument("process")
     dataflow.add_argument("tasks", type=int)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from system_observer import DIRECTORY
 
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.lib.wire import new_identity
@@ -135,7 +136,7 @@ def read_books(run_dir: Path) -> Books:
             )
         ]
         batches = [
-            TrainedBatch(*row[:4], msgspec.msgpack.decode(row[4]))
+            TrainedBatch(*row[:4], [lease for lease, _ in msgspec.msgpack.decode(row[4])])
             for row in database.execute("SELECT policy, timeline, version, state, fresh FROM batches")
         ]
         (models,) = database.execute("SELECT value FROM meta WHERE key='models'").fetchone()
@@ -205,6 +206,14 @@ class Run:
             pid = next(child for child in children_of(pid) if kind in " ".join(command_of(child)))
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def kill_pid(self, pid: int) -> bool:
+        """kill -9 of a child of the supervisor; False when it had ended by itself."""
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     def end(self, deadline_s: float, watch: bool = False) -> int:
         """Exit code. `watch` looks at /status until then."""
@@ -297,8 +306,12 @@ class Stage:
         run_dir = self.directory / name
         arguments = [str(recipe), f"experiment.run_dir={run_dir}", *overrides, *(["--resume"] if resume else [])]
         output = self.directory / f"output-{len(self._runs)}.txt"
-        self._runs.append(Run(run_dir, self._start(output, "run", *arguments), output))
+        self._runs.append(Run(run_dir, self._start(output, "run", *arguments, observed=self.observed(name)), output))
         return self._runs[-1]
+
+    def observed(self, name: str) -> Path:
+        """Where the observers of a run write (system_observer)."""
+        return self.directory / f"observed-{name}"
 
     def astraflow(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Another command beside a run."""
@@ -306,9 +319,11 @@ class Stage:
         self.others.append(process)
         return process
 
-    def _start(self, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self, output: Path, *arguments: str, observed: Path | None = None) -> subprocess.Popen[bytes]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ASTRAFLOW_")}
-        environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FLOW)}
+        environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FLOW}{os.pathsep}{ROOT / 'src'}"}
+        if observed is not None:
+            environment[DIRECTORY] = str(observed)
         with output.open("wb") as file:
             argv = [sys.executable, "-m", "astraflow", *arguments]
             return subprocess.Popen(argv, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
@@ -346,6 +361,26 @@ def children_of(pid: int) -> list[int]:
 def command_of(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return []
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far; 0 when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def started_ago_s(pid: int) -> float:
+    """Seconds since a process was started."""
+    fields = _stat(pid)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat after the command's name, from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from astraflow.dataflow.config import DataflowProcess
 from astraflow.datasets.config import ValidDatasetConfig
 from astraflow.protocol import codec, control
-from astraflow.protocol.errors import ConfigError, Conflict, Unavailable
+from astraflow.protocol.errors import ConfigError, Conflict, Replaced, Unavailable
 from astraflow.protocol.routes import DataflowAPI
 
 _spec = importlib.util.spec_from_file_location("peers", Path(__file__).with_name("peers.py"))
@@ -119,9 +120,14 @@ def test_a_trainer_that_comes_back_lower_gets_a_new_timeline_and_its_rows_again(
     trainer.batch()
     second = peers.Trainer(stage.url)
     assert second.ready(recovered=1).timeline == 1
-    assert trainer.ask().kind == "stale_timeline"
+    for call in (trainer.ask, trainer.notify, trainer.shutdown):
+        with pytest.raises(Replaced, match="has taken its place"):
+            call()
+    second.timeline = 0
+    assert second.ask().kind == "stale_timeline"
     with pytest.raises(Conflict, match="timeline 0 is dead"):
-        trainer.notify()
+        second.notify()
+    second.timeline = 1
     second.step()
     second.step()
     assert len(set(second.seen)) == 16
@@ -319,3 +325,68 @@ def test_status_is_json_for_whoever_asks_plainly(stage: Any) -> None:
     assert status["ledger"]["trained"] == 8
     assert status["staleness"]["default"] == {"0": 8}
     assert status["trainers"][0]["version"] == 1
+
+
+def test_a_trainer_that_was_replaced_stays_out_over_a_restart_and_the_other_goes_on(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0")
+    zombie, heir = peers.Trainer(stage.url), peers.Trainer(stage.url)
+    zombie.ready()
+    zombie.step()
+    zombie.batch()
+    assert heir.ready(recovered=1, digest="default-0-1").timeline == 0, "the same version with the same bytes: the same timeline"
+    heir.step()
+    stage.kill("dataflow")
+    stage.dataflow()
+    with pytest.raises(Replaced, match=f"process {zombie.client.identity.incarnation}, but process {heir.client.identity.incarnation}"):
+        zombie.patiently(zombie.ask)
+    heir.step()
+    status = heir.status()
+    assert (status.trainers[0].version, status.ledger.trained) == (3, 24)
+    assert adds_up(status.ledger)
+
+
+def test_a_trainer_that_is_done_is_told_when_the_others_are(stage: Any) -> None:
+    stage.process.models = ["solver", "checker"]
+    stage.dataflow()
+    stage.raas("r0", "--policies", "solver,checker")
+    solver, checker = (peers.Trainer(stage.url, model_id=name) for name in ("solver", "checker"))
+    solver.ready()
+    checker.ready()
+    solver.step()
+    checker.step()
+
+    def stay(wait_s: float) -> control.ShutdownReply:
+        request = control.Shutdown(model_id="solver", wait_s=wait_s)
+        return solver.client.call(DataflowAPI.shutdown, request, timeout_s=40.0)
+
+    reply = stay(0.1)
+    assert (reply.run_ended, reply.waits_for) == (False, ["checker"])
+    stage.raas("late", "--policies", "solver,checker")
+    live = lambda: {i.instance_id for i in checker.status().instances if i.state == "live"} == {"r0", "late"}  # noqa: E731
+    peers.until(live, 20, "an instance that joins now is brought to the weights of both")
+    checker.step()
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(stay, 30.0)
+        checker.shutdown()
+        assert ended.result(30).run_ended
+    assert stage.children["dataflow"].wait(20) == 0
+
+
+def test_a_version_without_its_batch_is_believed_and_said(stage: Any) -> None:
+    stage.dataflow()
+    stage.raas("r0")
+    trainer = peers.Trainer(stage.url)
+    trainer.ready()
+    trainer.step()
+    trainer.batch()
+    trainer.version = 2  # version 2 was published, and nobody was told; now version 3 is
+    assert trainer.notify().trained == 8, "the batch that was served is part of it"
+    status = trainer.status()
+    assert (status.trainers[0].version, status.service_version) == (3, 3)
+    assert status.metrics["rollout/versions_without_batch"] == 1
+    assert any("went from version 1 to 3" in event for event in status.events)
+    reply = trainer.step()
+    assert reply.batch.version == 3
+    assert adds_up(trainer.status().ledger)
+    assert trainer.status().ledger.trained == 24

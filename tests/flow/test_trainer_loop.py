@@ -21,12 +21,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from astraflow.lib.wire import Server, new_identity
+from astraflow.lib.wire_client import SyncClient
 from astraflow.protocol import control
 from astraflow.protocol.batch import BatchReply, BatchRequest
-from astraflow.protocol.errors import Conflict, DeadlinePassed, Unavailable, UnknownName
-from astraflow.protocol.message import Empty
+from astraflow.protocol.errors import Conflict, DeadlinePassed, Replaced, Unavailable, UnknownName
 from astraflow.protocol.rollout import Serving
-from astraflow.protocol.routes import DataflowAPI, table
+from astraflow.protocol.routes import DataflowAPI, SenderAPI, table
 from astraflow.trainer import main
 from astraflow.trainer.config import (
     CheckpointConfig,
@@ -84,6 +84,10 @@ class RecordedDataflow:
         self.hold.set()
         self.bump_at = -1
         """Version at which the timeline is bumped behind the trainer's back."""
+        self.replaced_at = -1
+        """Version at which another process has taken the trainer's place."""
+        self.others: list[str] = []
+        """Models that are trained on when this one is done."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.port = 0
@@ -119,6 +123,8 @@ class RecordedDataflow:
         if request.timeline != self.timeline:
             return BatchReply(kind="stale_timeline", reason="the timeline is dead")
         assert request.version == self.version
+        if request.version == self.replaced_at:
+            raise Replaced("model default: another process attached later and has taken its place: end one of the two")
         if not self.hold.is_set():
             await asyncio.sleep(0.05)
             return BatchReply(kind="wait")
@@ -153,9 +159,11 @@ class RecordedDataflow:
     async def on_eval_results(self, request: control.EvalResultsRequest) -> control.EvalResults:
         return control.EvalResults(results=self.results[request.since :], next=len(self.results), running=[])
 
-    async def on_shutdown(self, message: control.Shutdown) -> Empty:
+    async def on_shutdown(self, message: control.Shutdown) -> control.ShutdownReply:
         self.shutdowns.append(message)
-        return Empty()
+        if self.others:
+            await asyncio.sleep(min(message.wait_s, 0.05))
+        return control.ShutdownReply(run_ended=not self.others, waits_for=self.others)
 
 
 @pytest.fixture
@@ -236,7 +244,9 @@ def test_a_trainer_runs_to_its_last_step_evaluates_exports_and_leaves(
     process = process_of(eval_freq=4)
     assert start(process).wait(60) == 0, (tmp_path / "trainer.log").read_text()
     assert dataflow.committed == [(0, v) for v in range(1, 7)]
-    assert [n.version for n in dataflow.notices] == [1, 2, 2, 3, 4, 5, 6, 6], "the lost reply is asked for again; the last renews"
+    versions = [n.version for n in dataflow.notices]
+    assert versions[:7] == [1, 2, 2, 3, 4, 5, 6], "the lost reply is asked for again"
+    assert versions[7:] in ([], [6]), "the last one renews, unless the checkpoint was durable before it"
     assert [n.version for n in dataflow.notices if n.run_eval] == [4, 6]
     assert all(len(n.digest) == 32 for n in dataflow.notices)
     assert len({n.digest for n in dataflow.notices}) == 5, "the cosine ends at a rate of 0"
@@ -356,6 +366,17 @@ def test_the_end_of_the_data_and_starvation_are_answers(
     assert code == 0 or ("nothing was trained" if code == 1 else "dropped/zero_variance 12") in caplog.text
 
 
+def test_a_trainer_that_is_told_of_a_stall_saves_and_ends_with_3_without_a_goodbye(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    dataflow.n_batches, dataflow.at_end = 1, "stalled"
+    process = process_of(checkpoint=CheckpointConfig(every=0))
+    assert run_here(process) == 3
+    assert dataflow.shutdowns == [], "Dataflow ends by itself"
+    assert (Path(process.run_dir) / "checkpoints" / "default" / "step-00000001").is_dir()
+    assert "dropped/zero_variance 12" in caplog.text
+
+
 def test_the_stop_rule_ends_the_run_early(dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]) -> None:
     rule = StopRule(metric="reward/mean", window=2, at_least=0.0, not_before=3)
     assert run_here(process_of(stop=rule)) == 0
@@ -373,6 +394,54 @@ def test_a_dead_timeline_is_left_by_attaching_again(dataflow: RecordedDataflow, 
     dataflow.bump_at = 2
     assert run_here(process_of()) == 0
     assert dataflow.committed == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_a_trainer_that_was_replaced_ends_with_one_line_and_does_not_take_its_place_back(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    dataflow.replaced_at = 2
+    assert start(process_of()).wait(60) == 2, "an exit code that no supervisor starts again"
+    errors = [line for line in (tmp_path / "trainer.log").read_text().splitlines() if " ERROR " in line]
+    assert len(errors) == 1, errors
+    assert "another process attached later and has taken its place" in errors[0]
+    assert (len(dataflow.readies), dataflow.version, dataflow.shutdowns) == (1, 2, [])
+
+
+def test_a_trainer_that_is_done_serves_its_weights_until_the_others_are_done_too(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
+) -> None:
+    dataflow.others = ["other"]
+    child = start(process_of(max_steps=2))
+    until(lambda: len(dataflow.shutdowns) >= 3, 60, "it does not stay")
+    sender = SyncClient(dataflow.readies[0].sender_endpoint, new_identity(RUN))
+    served = sender.call(SenderAPI.get_version, timeout_s=10.0)
+    assert (served.version, served.digest) == (2, dataflow.notices[-1].digest)
+    dataflow.stop()
+    dataflow.start()  # a restart of Dataflow is no reason to leave
+    before = len(dataflow.shutdowns)
+    until(lambda: len(dataflow.shutdowns) > before, 60, "it left")
+    dataflow.others = []
+    assert child.wait(60) == 0, (tmp_path / "trainer.log").read_text()
+    with pytest.raises(Unavailable):
+        sender.call(SenderAPI.get_version, timeout_s=10.0)
+    sender.close()
+
+
+def test_a_trainer_that_stays_ends_when_it_is_told_to_or_by_its_deadline(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess]
+) -> None:
+    dataflow.others = ["other"]
+    stop, codes = threading.Event(), []
+    worker = threading.Thread(target=lambda: codes.append(main.run_until(process_of(max_steps=1), stop)))
+    worker.start()
+    until(lambda: len(dataflow.shutdowns) >= 2, 60, "it does not stay")
+    stop.set()
+    worker.join(60)
+    assert codes == [0]
+    dataflow.__dict__.update(version=0, registered=False, shutdowns=[])
+    deadlines = DeadlineConfig(batch_poll_s=0.1, stay_s=0.2)
+    assert run_here(process_of("second", max_steps=1, deadlines=deadlines)) == 0
+    assert len(dataflow.shutdowns) >= 2
 
 
 def test_a_wait_for_a_batch_ends_by_its_deadline_and_names_it(

@@ -191,11 +191,11 @@ def _cross_check(experiment: Experiment, layers: Layers) -> None:
     for name, trainer in experiment.trainer.items():
         batch, relative = trainer.train_batch_size, is_group_relative(trainer.algorithm.advantage)
         where = f"trainer.{name}" if f"trainer.{name}" in layers.origins else "trainer"
-        if batch % workflow.n_samples:
+        if batch % workflow.n_samples and experiment.dataflow.buffer.unit == "groups":
             raise refuse(
                 f"{where}.train_batch_size",
                 f"{batch} is not a multiple of workflow.n_samples = {workflow.n_samples} (batches are whole groups); nearest: "
-                f"{max(1, round(batch / workflow.n_samples)) * workflow.n_samples}",
+                f"{max(1, round(batch / workflow.n_samples)) * workflow.n_samples}; or set dataflow.buffer.unit = sequences",
             )
         if workflow.n_samples < 2 and relative and name in workflow.policies:
             raise refuse(

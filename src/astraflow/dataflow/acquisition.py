@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.journal import LeaseRow
-from astraflow.dataflow.policies.base import Curator
+from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.pool import Held, Instance
 from astraflow.dataflow.shelf import Shelf
 from astraflow.lib.aio import Backoff
-from astraflow.lib.wire_client import Client
+from astraflow.lib.wire_client import Caller
 from astraflow.protocol.errors import AstraFlowError
 from astraflow.protocol.rollout import Lease, Pull, PullReply, Serving, Submit, SubmitReply
 from astraflow.protocol.routes import RaaSAPI
 
 LEASES_PER_ROUND = 64
 """Leases of one transaction and at most of one submit: keeps a round short, so that new versions and deaths are seen."""
+DRAWS_PER_ROUND = 1024
+"""Tasks that curators are asked about in one round: some milliseconds, whatever they refuse."""
 COOL_DOWN_S = 0.5
 """Pause for an instance that refused a lease although it seemed to have room."""
 CONCURRENT_GROUPS = 64
@@ -32,7 +35,7 @@ CONCURRENT_GROUPS = 64
 class Fleet(Protocol):
     """What acquisition needs of the fleet."""
 
-    def client(self, instance_id: str) -> Client | None: ...
+    def client(self, instance_id: str) -> Caller | None: ...
 
     def trouble(self, instance_id: str, reason: str) -> None:
         """A data-path call failed."""
@@ -40,12 +43,16 @@ class Fleet(Protocol):
 
     def receipts(self, instance_id: str, serving: dict[str, Serving]) -> None: ...
 
+    def heard(self, instance_id: str, incarnation: str) -> bool:
+        """A data-path call was answered; False when another process did it."""
+        ...
+
 
 class DataAcquisition:
     """Who runs what."""
 
-    def __init__(self, shelf: Shelf, fleet: Fleet, intake: Intake, curator: Curator, workflow_id: str) -> None:
-        self._shelf, self._fleet, self._intake, self._curator = shelf, fleet, intake, curator
+    def __init__(self, shelf: Shelf, fleet: Fleet, intake: Intake, curation: Curation, workflow_id: str) -> None:
+        self._shelf, self._fleet, self._intake, self._curation = shelf, fleet, intake, curation
         self._workflow_id = workflow_id
         self._cool: dict[str, float] = {}
         self._submitting: set[str] = set()
@@ -64,10 +71,11 @@ class DataAcquisition:
                     self._submitting.add(instance_id)
                     shelf.tasks.spawn(f"submit {instance_id}", self._submit(instance_id, leases))
                 if plan:
+                    shelf.waits.over("dataflow:submit")
                     continue
                 blocked = self._full()
-            with shelf.waits.waiting("dataflow:submit", *blocked):
-                await shelf.pulse.wait(0.5)
+            shelf.waits.note("dataflow:submit", *blocked)
+            await shelf.pulse.wait(0.5)
 
     def _blocked(self) -> tuple[str, str] | None:
         """(whom, why) acquisition may not go on."""
@@ -77,13 +85,16 @@ class DataAcquisition:
             return ", ".join(f"trainer:{name}" for name in missing), "expected trainers are not ready"
         if not any(instance.state == "live" for instance in shelf.pool.instances.values()):
             return "raas", f"no live instance at the current versions ({len(shelf.pool.instances)} registered)"
+        if shelf.held_for:
+            return f"dataflow:{shelf.held_for}", "a synchronous evaluation has the rollout services"
         return None
 
     def _full(self) -> tuple[str, str]:
+        trainers = ", ".join(f"trainer:{name}" for name in self._shelf.barrier.live() or self._shelf.barrier.models)
         if self._shelf.source.exhausted and not self._shelf.leases.pending:
-            return "trainers", "every task was handed out"
+            return trainers, "every task was handed out"
         if self.room() < self._shelf.n_samples:
-            return "trainers", "as much is under way as can be trained in time (pace)"
+            return trainers, "as much is under way as can be trained in time (pace)"
         if not any(self.room(instance) >= self._shelf.n_samples for instance in self._shelf.pool.instances.values()):
             return "raas", "instances still serve versions whose rollouts would be stale when their turn comes"
         return "raas", "no instance has a free place for a group"
@@ -96,19 +107,23 @@ class DataAcquisition:
         """
         shelf = self._shelf
         in_flight = shelf.groups_in_flight * shelf.n_samples
-        rooms = [0]
+        rooms, version = [0], shelf.barrier.service_version
         for policy in shelf.barrier.live():
             if policy in shelf.process.policies:
-                version, batch = shelf.barrier.service_version, shelf.barrier.models[policy].batch_size
+                batch = shelf.barrier.models[policy].batch_size
                 serving = instance.serving.get(policy) if instance is not None else None
                 lag = max(version - serving.version, 0) if serving is not None else 0
-                rooms.append(shelf.buffers[policy].room(batch, shelf.n_samples, version, in_flight, lag))
+                held = self._intake.held_groups(policy)
+                rooms.append(shelf.buffers[policy].room(batch, shelf.n_samples, version, in_flight, lag, held))
         return max(rooms)
 
-    def _eligible(self, instance: Instance) -> bool:
-        """It serves all policies of the workflow on their live timelines, and a lease begun on it can be trained in time."""
+    def _eligible(self, instance: Instance, total: int) -> bool:
+        """It serves all policies of the workflow on their live timelines, and a lease begun on it can be trained in time.
+
+        `total`: trajectories that are under way or may be."""
         shelf, limit = self._shelf, self._shelf.process.dataflow.buffer.max_staleness
-        if instance.instance_id in self._submitting or self._cool.get(instance.instance_id, 0.0) > shelf.clock():
+        name = instance.instance_id
+        if name in self._submitting or name in shelf.reserved or self._cool.get(name, 0.0) > shelf.clock():
             return False
         for policy in shelf.process.policies:
             serving = instance.serving.get(policy)
@@ -116,7 +131,7 @@ class DataAcquisition:
             if lag is None or (limit is not None and lag > limit):
                 return False
         n = shelf.n_samples
-        share = shelf.pool.share(instance.instance_id, n, shelf.groups_in_flight * n + self.room())
+        share = shelf.pool.share(instance.instance_id, n, total, shelf.clock())
         return instance.places + n <= share and (bool(shelf.leases.pending) or self.room(instance) >= n)
 
     async def _plan(self) -> dict[str, list[LeaseRow]]:
@@ -125,13 +140,27 @@ class DataAcquisition:
         plan: dict[str, list[LeaseRow]] = defaultdict(list)
         new: list[LeaseRow] = []
         again: list[LeaseRow] = []
-        while len(new) + len(again) < LEASES_PER_ROUND and (instance := shelf.pool.route(n, self._eligible, shelf.clock())) is not None:
+        models = [model for model in shelf.barrier.live() if model in shelf.process.policies]
+        looked_before = shelf.source.looked
+
+        def wants(task_id: str, number: int) -> bool:
+            return self._curation.wants(models, task_id, number)
+
+        while len(new) + len(again) < LEASES_PER_ROUND:
+            room = self.room()
+            if room < n and not shelf.leases.pending:
+                break
+            eligible = partial(self._eligible, total=shelf.groups_in_flight * n + room)
+            instance = shelf.pool.route(n, eligible, shelf.clock())
+            if instance is None:
+                break
             name = instance.instance_id
             lease = shelf.leases.next_pending(name)
             if lease is not None:
                 again.append(lease)
             else:
-                draw = shelf.source.draw(self._curator) if self.room(instance) >= n else None
+                too_many = shelf.source.looked - looked_before >= DRAWS_PER_ROUND
+                draw = shelf.source.draw(wants) if not too_many and self.room(instance) >= n else None
                 if draw is None:
                     break
                 lease = shelf.leases.new(draw, n, shelf.process.seed, tuple(shelf.process.policies), name)
@@ -151,13 +180,19 @@ class DataAcquisition:
             rows = [r for r in rows if held is not None and r.lease_id in held.held and held.held[r.lease_id].attempt == r.attempt]
             if client is None or held is None or not rows:
                 return  # it left between plan and call; its leases are to be issued again already
+            if shelf.held_for:  # a synchronous evaluation began between plan and call
+                for row in rows:
+                    shelf.pool.release(row.lease_id, instance_id)
+                    shelf.leases.requeue(row.lease_id)
+                return
             request = Submit(leases=[self._lease(row) for row in rows])
             held.sending.update(row.lease_id for row in rows)
             try:
                 reply = await client.call(RaaSAPI.submit, request, timeout_s=shelf.process.dataflow.pool.call_timeout_s)
             finally:
                 held.sending.difference_update(row.lease_id for row in rows)
-            self._verdicts(instance_id, reply)
+            if self._fleet.heard(instance_id, reply.incarnation):
+                self._verdicts(instance_id, reply)
         except AstraFlowError as error:
             self._fleet.trouble(instance_id, f"submit: {error}")  # what it took of it is asked of itself (GET /leases)
         finally:
@@ -208,21 +243,27 @@ class DataAcquisition:
 
     async def collect_loop(self, instance_id: str) -> None:
         """Pull, write, acknowledge; ends when the instance is gone."""
-        shelf, acks, backoff = self._shelf, list[str](), Backoff()
+        shelf, acks = self._shelf, list[str]()
+        backoff = Backoff(seed=f"{shelf.identity.incarnation} pull {instance_id}")
         wait_s = shelf.process.dataflow.pool.pull_wait_s
         while (instance := shelf.pool.instances.get(instance_id)) is not None:
             client = self._fleet.client(instance_id)
-            if instance.state == "suspect" or client is None:
+            if client is None:
                 await shelf.pulse.wait(0.5)
                 continue
             try:
-                request = Pull(ack=acks, max_items=CONCURRENT_GROUPS, wait_s=wait_s)
-                reply = await client.call(RaaSAPI.pull, request, timeout_s=wait_s + shelf.process.dataflow.pool.call_timeout_s)
+                ask_s = 0.0 if acks and instance.state == "draining" else wait_s  # it leaves when its last results are acknowledged
+                request = Pull(ack=acks, max_items=CONCURRENT_GROUPS, wait_s=ask_s)
+                reply = await client.call(RaaSAPI.pull, request, timeout_s=ask_s + shelf.process.dataflow.pool.call_timeout_s)
             except AstraFlowError as error:
                 self._fleet.trouble(instance_id, f"pull: {error}")
                 await shelf.pulse.wait(backoff.next())
                 continue
+            if not self._fleet.heard(instance_id, reply.incarnation):
+                await shelf.pulse.wait(backoff.next())
+                continue
             backoff.reset()
+            instance.unacknowledged = len(reply.deliveries)
             acks = await self._received(instance_id, reply)
 
     async def _received(self, instance_id: str, reply: PullReply) -> list[str]:

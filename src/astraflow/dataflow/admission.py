@@ -7,18 +7,27 @@ the statistics.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from astraflow.dataflow.columns import OUTSIDE, Array, Columns, joined
 from astraflow.dataflow.policies.base import GroupStats, Shaper
 from astraflow.protocol import codec
 from astraflow.protocol.errors import BadMessage
 from astraflow.protocol.rollout import Group, Segment, Trajectory
 
 EQUAL_RTOL = 1e-6
+TOKEN_COLUMNS = (
+    ("input_ids", "int32", 4),
+    ("loss_mask", "uint8", 1),
+    ("logprobs", "float32", 4),
+    ("versions", "int32", 4),
+    ("policy_of_token", "uint8", 1),
+)
+"""(field of a segment, dtype, bytes of an item)"""
 
 
 @dataclass(frozen=True)
@@ -49,83 +58,88 @@ def check_group(data: bytes, lease_id: str, attempt: int, n_samples: int) -> Gro
 
     Raises BadMessage naming the field.
     """
+    return _checked(data, lease_id, attempt, n_samples)[0]
+
+
+def _checked(data: bytes, lease_id: str, attempt: int, n_samples: int) -> tuple[Group, Columns]:
     group = codec.decode(data, Group)
     if (group.lease_id, group.attempt) != (lease_id, attempt):
         raise BadMessage(f"group of lease {group.lease_id!r} attempt {group.attempt} in a delivery of {lease_id!r} attempt {attempt}")
     indices = [trajectory.index for trajectory in group.trajectories]
     if indices != list(range(n_samples)):
         raise BadMessage(f"group {lease_id}: trajectory indices {indices[:20]}, expected 0 … {n_samples - 1}")
-    seen: dict[str, list[int]] = {}
     for trajectory in group.trajectories:
-        where = f"group {lease_id} trajectories[{trajectory.index}]"
         if trajectory.reward is not None and not math.isfinite(trajectory.reward):
-            raise BadMessage(f"{where}.reward: {trajectory.reward} is not finite")
+            raise BadMessage(f"group {lease_id} trajectories[{trajectory.index}].reward: {trajectory.reward} is not finite")
         for number, segment in enumerate(trajectory.segments):
-            _check_segment(segment, number, f"{where}.segments[{number}]", seen)
-    _check_spans(group, seen)
-    return group
+            _check_shape(segment, number, lease_id, trajectory.index)
+    columns = Columns(segments_of(group))
+    _check_values(group, columns)
+    return group, columns
 
 
-def _check_segment(segment: Segment, number: int, where: str, seen: dict[str, list[int]]) -> None:
-    """Lengths, dtypes, and the versions of each policy's own tokens into `seen` (policy → [min, max])."""
-    length = len(segment.input_ids)
-    columns: list[tuple[str, codec.Column, str]] = [
-        ("input_ids", segment.input_ids, "int32"),
-        ("loss_mask", segment.loss_mask, "uint8"),
-        ("logprobs", segment.logprobs, "float32"),
-        ("versions", segment.versions, "int32"),
-    ]
-    if segment.policy_of_token is not None:
-        columns.append(("policy_of_token", segment.policy_of_token, "uint8"))
-    for name, col, dtype in columns:
-        codec.check_column(col, f"{where}.{name}")
-        if col.dtype != dtype or col.shape != (length,):
-            raise BadMessage(f"{where}.{name}: {col.dtype}{list(col.shape)}, expected {dtype}[{length}]")
-    for name, col in segment.extra.items():
-        codec.check_column(col, f"{where}.extra.{name}")
-        if len(col) != length:
-            raise BadMessage(f"{where}.extra.{name}: first axis {len(col)}, expected {length}")
+def segments_of(group: Group) -> list[Segment]:
+    """All of them, in order."""
+    return [segment for trajectory in group.trajectories for segment in trajectory.segments]
+
+
+def _check_shape(segment: Segment, number: int, lease_id: str, index: int) -> None:
+    """What can be said of a segment without a look at its tokens."""
+    length = segment.input_ids.shape[0] if segment.input_ids.shape else 1  # not len(): a peer may claim any number
+    for name, dtype, size in TOKEN_COLUMNS:
+        col: codec.Column | None = getattr(segment, name)
+        if col is not None and (col.dtype != dtype or col.shape != (length,) or len(col.data) != size * length):
+            codec.check_column(col, f"{_where(lease_id, index, number)}.{name}")
+            raise BadMessage(f"{_where(lease_id, index, number)}.{name}: {col.dtype}{list(col.shape)}, expected {dtype}[{length}]")
+    for name, extra in segment.extra.items():
+        codec.check_column(extra, f"{_where(lease_id, index, number)}.extra.{name}")
+        if len(extra) != length:
+            raise BadMessage(f"{_where(lease_id, index, number)}.extra.{name}: first axis {len(extra)}, expected {length}")
     if not segment.policies or (len(segment.policies) > 1 and segment.policy_of_token is None):
-        raise BadMessage(f"{where}.policies: {segment.policies!r} without policy_of_token")
+        raise BadMessage(f"{_where(lease_id, index, number)}.policies: {segment.policies!r} without policy_of_token")
     if segment.parent is not None and not 0 <= segment.parent < number:
-        raise BadMessage(f"{where}.parent: {segment.parent}, expected an earlier segment")
+        raise BadMessage(f"{_where(lease_id, index, number)}.parent: {segment.parent}, expected an earlier segment")
     for policy, credit in segment.credit.items():
         if credit is not None and not math.isfinite(credit):
-            raise BadMessage(f"{where}.credit.{policy}: {credit} is not finite")
-    versions, mask = codec.array(segment.versions), codec.array(segment.loss_mask)
-    if mask.size and int(mask.max()) > 1:
-        raise BadMessage(f"{where}.loss_mask: {int(mask.max())}, expected 0 or 1")
-    if segment.policy_of_token is not None:
-        owners = codec.array(segment.policy_of_token)[mask == 1]
-        if owners.size and int(owners.max()) >= len(segment.policies):
-            raise BadMessage(f"{where}.policy_of_token: {int(owners.max())} on a sampled token, policies are {segment.policies!r}")
-    if not np.isfinite(codec.array(segment.logprobs)).all():
-        raise BadMessage(f"{where}.logprobs: a value is not finite")
-    for policy in segment.policies:
-        own = versions[own_tokens(segment, policy)]
-        if own.size:
-            low, high = int(own.min()), int(own.max())
-            if low < 0:
-                raise BadMessage(f"{where}.versions: {low} on a sampled token")
-            span = seen.setdefault(policy, [low, high])
-            span[0], span[1] = min(span[0], low), max(span[1], high)
+            raise BadMessage(f"{_where(lease_id, index, number)}.credit.{policy}: {credit} is not finite")
 
 
-def _check_spans(group: Group, seen: dict[str, list[int]]) -> None:
+def _where(lease_id: str, index: int, number: int) -> str:
+    return f"group {lease_id} trajectories[{index}].segments[{number}]"
+
+
+def _check_values(group: Group, columns: Columns) -> None:
+    """What the tokens say, and that the declared version spans say the same. The first segment at fault is named."""
+    places = [(t.index, number) for t in group.trajectories for number in range(len(t.segments))]
+
+    def fault(bad: Array, name: str) -> tuple[str, Segment, slice] | None:
+        """Path of the field, segment and its tokens."""
+        if not bad.any():
+            return None
+        at = columns.segment_of(int(bad.argmax()))
+        end = int(columns.ends[at])
+        return f"{_where(group.lease_id, *places[at])}.{name}", columns.segments[at], slice(end - int(columns.lengths[at]), end)
+
+    if found := fault(columns.mask > 1, "loss_mask"):
+        raise BadMessage(f"{found[0]}: {int(columns.mask[found[2]].max())}, expected 0 or 1")
+    if columns.owner is not None and (found := fault(columns.sampled & (columns.owner == OUTSIDE), "policy_of_token")):
+        path, segment, tokens = found
+        assert segment.policy_of_token is not None
+        owner = int(codec.array(segment.policy_of_token)[columns.sampled[tokens]].max())
+        raise BadMessage(f"{path}: {owner} on a sampled token, policies are {segment.policies!r}")
+    if found := fault(~np.isfinite(joined([s.logprobs for s in columns.segments], "float32")), "logprobs"):
+        raise BadMessage(f"{found[0]}: a value is not finite")
+    owned = columns.sampled if columns.owner is None else columns.sampled & (columns.owner >= 0)
+    if found := fault(owned & (columns.versions < 0), "versions"):
+        path, segment, tokens = found
+        versions = [columns.versions[tokens][columns.own(policy)[tokens]] for policy in segment.policies]
+        low = next(int(own.min()) for own in versions if own.size and own.min() < 0)
+        raise BadMessage(f"{path}: {low} on a sampled token")
+    spans = {policy: columns.spans(policy) for policy in columns.policies}
+    seen = {policy: [min(span.low), max(span.high)] for policy, span in spans.items() if any(span.counts)}
     declared = {policy: [span.min, span.max] for policy, span in group.versions.items()}
     if declared != seen:
         raise BadMessage(f"group {group.lease_id}.versions: {declared}, but the tokens say {seen}")
-
-
-def own_tokens(segment: Segment, policy: str) -> np.ndarray[Any, Any]:
-    """bool [T]: tokens that this policy sampled."""
-    mask = codec.array(segment.loss_mask) == 1
-    if segment.policy_of_token is None:
-        return mask if segment.policies[0] == policy else np.zeros_like(mask)
-    if policy not in segment.policies:
-        return np.zeros_like(mask)
-    mine: np.ndarray[Any, Any] = mask & (codec.array(segment.policy_of_token) == segment.policies.index(policy))
-    return mine
 
 
 def credit_of(trajectory: Trajectory, segment: Segment, policy: str) -> float | None:
@@ -133,52 +147,48 @@ def credit_of(trajectory: Trajectory, segment: Segment, policy: str) -> float | 
     return segment.credit.get(policy, trajectory.reward)
 
 
-def own_segments(trajectory: Trajectory, policy: str) -> list[tuple[int, Segment, int]]:
-    """(index, segment, own sampled tokens) of the segments that are scored for this policy and hold tokens of it."""
+def scored(trajectory: Trajectory, policy: str, counts: Sequence[int]) -> list[tuple[int, float]]:
+    """(index, credit) of the segments that hold own sampled tokens of the policy (`counts` per segment) and are scored for it."""
     found = []
     for number, segment in enumerate(trajectory.segments):
-        tokens = int(own_tokens(segment, policy).sum())
-        if tokens and credit_of(trajectory, segment, policy) is not None:
-            found.append((number, segment, tokens))
+        if counts[number] and (credit := credit_of(trajectory, segment, policy)) is not None:
+            found.append((number, float(credit)))
     return found
 
 
-def value_of(trajectory: Trajectory, policy: str) -> float | None:
-    """A trajectory's value: mean of its segments' credits for the policy (numerics 8); None = unscored."""
-    credits = [credit_of(trajectory, segment, policy) for _, segment, _ in own_segments(trajectory, policy)]
-    known = [credit for credit in credits if credit is not None]
-    return float(np.mean(np.asarray(known, dtype=np.float64))) if known else None
-
-
-def lost_because(trajectory: Trajectory, policy: str) -> str:
-    """Why a trajectory gives this policy nothing; empty = it is scored."""
+def _lost_because(trajectory: Trajectory, tokens: int) -> str:
+    """Why a trajectory without a scored segment of this policy, or that failed, gives it nothing; empty = it may be scored."""
     if trajectory.error is not None:
         return f"error:{trajectory.error.boundary}.{trajectory.error.kind}"
     if trajectory.finish in ("rejected", "error"):
         return trajectory.finish
-    if not any(own_tokens(segment, policy).any() for segment in trajectory.segments):
-        return "no_tokens"
-    return "unscored" if value_of(trajectory, policy) is None else ""
+    return "" if tokens else "no_tokens"
 
 
-def make_share(group: Group, policy: str, shapers: Sequence[Shaper]) -> Share:
-    """Scored members, shaping and statistics of one policy."""
+def make_share(group: Group, policy: str, shapers: Sequence[Shaper], columns: Columns | None = None) -> Share:
+    """Scored members, shaping and statistics of one policy. `columns`: of all segments of the group, where they are known."""
+    spans = (columns or Columns(segments_of(group))).spans(policy)
     lost: dict[int, str] = {}
     values: dict[int, float] = {}
     shaped: dict[int, float] = {}
-    loss_tokens, low, high = 0, 2**31 - 1, -1
+    lengths: dict[int, int] = {}
+    finishes: dict[int, str] = {}
+    low, high, first = 2**31 - 1, -1, 0
     for trajectory in group.trajectories:
-        reason = lost_because(trajectory, policy)
-        value = None if reason else value_of(trajectory, policy)
-        if value is None:
+        start, first = first, first + len(trajectory.segments)
+        counts = spans.counts[start:first]
+        own = scored(trajectory, policy, counts)
+        reason = _lost_because(trajectory, sum(counts)) or ("" if own else "unscored")
+        if reason:
             lost[trajectory.index] = reason
             continue
-        own = own_segments(trajectory, policy)
-        for _, segment, _ in own:
-            versions = codec.array(segment.versions)[own_tokens(segment, policy)]
-            low, high = min(low, int(versions.min())), max(high, int(versions.max()))
-        tokens = sum(count for _, _, count in own)
-        loss_tokens += tokens
+        low = min(low, *(spans.low[start + number] for number, _ in own))
+        high = max(high, *(spans.high[start + number] for number, _ in own))
+        tokens = sum(counts[number] for number, _ in own)
+        lengths[trajectory.index] = tokens
+        if trajectory.finish != "stop":
+            finishes[trajectory.index] = trajectory.finish
+        value = _mean([credit for _, credit in own])
         values[trajectory.index] = value
         shaped[trajectory.index] = value + sum(shaper.bonus(tokens, trajectory.finish) for shaper in shapers)
     if not values:
@@ -195,9 +205,16 @@ def make_share(group: Group, policy: str, shapers: Sequence[Shaper]) -> Share:
         timeline=group.versions[policy].timeline,
         min_version=low,
         max_version=high,
-        loss_tokens=loss_tokens,
+        loss_tokens=sum(lengths.values()),
+        lengths=lengths,
+        finishes=finishes,
     )
     return Share(policy, lost, stats)
+
+
+def _mean(credits: list[float]) -> float:
+    """A trajectory's value (numerics 8), in float64."""
+    return credits[0] if len(credits) == 1 else float(np.mean(np.asarray(credits, dtype=np.float64)))
 
 
 def statistics(values: Sequence[float]) -> tuple[float, float, bool]:
@@ -211,13 +228,10 @@ def statistics(values: Sequence[float]) -> tuple[float, float, bool]:
 
 def examine(data: bytes, lease_id: str, attempt: int, n_samples: int, policies: Sequence[str], shapers: Sequence[Shaper]) -> Checked:
     """The CPU-heavy part of admission; runs in a thread. Raises BadMessage."""
-    group = check_group(data, lease_id, attempt, n_samples)
+    group, columns = _checked(data, lease_id, attempt, n_samples)
     unknown = set(group.versions) - set(policies)
     if unknown:
         raise BadMessage(f"group {lease_id}.versions: policy {min(unknown)!r} is not in this workflow ({', '.join(policies)})")
-    finishes: dict[str, int] = {}
-    tokens = 0
-    for trajectory in group.trajectories:
-        finishes[trajectory.finish] = finishes.get(trajectory.finish, 0) + 1
-        tokens += sum(int(codec.array(segment.loss_mask).sum()) for segment in trajectory.segments)
-    return Checked(group, [make_share(group, policy, shapers) for policy in policies], tokens, finishes)
+    finishes = dict(Counter[str](trajectory.finish for trajectory in group.trajectories))
+    shares = [make_share(group, policy, shapers, columns) for policy in policies]
+    return Checked(group, shares, int(np.count_nonzero(columns.sampled)), finishes)

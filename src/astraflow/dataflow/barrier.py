@@ -2,6 +2,9 @@
 
 A timeline of a model is bumped each time its trainer re-attaches at a lower version (or at the same version with other
 bytes), so that a version number of a dead timeline is never mistaken for a live one.
+
+A model has one trainer process: the one that said /ready last. Calls of another process of the same model are refused, so that a
+trainer that was taken for dead and replaced cannot train, publish or end anything when it comes back.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from typing import Literal
 import msgspec
 
 from astraflow.protocol.control import NotifyVersion, Ready, TrainerInfo
-from astraflow.protocol.errors import Conflict
+from astraflow.protocol.errors import Conflict, Replaced
 from astraflow.protocol.rollout import Serving
 
 KNOWN_DIGESTS = 64
 """Digests kept per model: groups hold tokens of at most max_staleness + 1 versions, and slow loads lag a few more."""
+
+
+KNOWN_PROCESSES = 16
+"""Lives of a trainer, and attachments of one life, that are remembered; a late message is far younger than so many."""
 
 
 class ModelState(msgspec.Struct, kw_only=True):
@@ -39,6 +46,10 @@ class ModelState(msgspec.Struct, kw_only=True):
     template_hash: str = ""
     rollbacks: list[tuple[int, int]] = []
     """(timeline that died, last version it shares with its successor)."""
+    incarnation: str = ""
+    """The process that said /ready last; empty = it named none, and then nobody is refused."""
+    replaced: list[str] = []
+    """Processes whose place was taken, the newest ones: what still comes of them takes nothing back."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class NotifyOutcome:
     kind: Literal["new", "duplicate"]
     first: int = 0
     """Batches first … version − 1 are committed by it."""
+    skipped: int = 0
+    """Versions that it jumped over: at most one batch was served, so that these were made without one."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,8 @@ class Edge:
 
     waits_for: str
     why: str
+    until: float | None = None
+    """Clock time at which the gate no longer waits for this trainer if nothing is heard of it; None = it waits on."""
 
 
 @dataclass
@@ -83,6 +98,8 @@ class VersionBarrier:
     _dead: set[str] = field(default_factory=set)
     _receipts: dict[tuple[str, str], dict[tuple[int, int], str]] = field(default_factory=dict)
     """(instance, model) → (timeline, version) → digest, what it has really served."""
+    _said: dict[str, list[tuple[str, int, str, int]]] = field(default_factory=dict)
+    """Model → what was said with /ready: process, version, digest, checkpoint."""
 
     # --- trainers -------------------------------------------------------------------------------------------------------
 
@@ -92,10 +109,23 @@ class VersionBarrier:
             raise Conflict(f"model_id {model_id!r} is not trained in this run; expected one of {', '.join(self.models)}")
         return self.models[model_id]
 
+    def claim(self, model_id: str, incarnation: str) -> ModelState:
+        """This call comes from the trainer of the model. Raises Replaced when another process has attached since; a peer that
+        stamps no incarnation is believed."""
+        state = self.state(model_id)
+        if state.registered and state.incarnation and incarnation and incarnation != state.incarnation:
+            raise Replaced(
+                f"model {model_id}: this call comes from trainer process {incarnation}, but process {state.incarnation} attached later"
+                " and has taken its place: end one of the two"
+            )
+        return state
+
     def ready(self, message: Ready, now: float) -> ReadyOutcome:
-        """A trainer attaches: the first time, again (idempotent), or after a rollback."""
+        """A trainer attaches: the first time, again (idempotent), after a rollback, or as a new process that takes over."""
         state = self.state(message.model_id)
         start = message.version if message.recovered_version is None else message.recovered_version
+        if self._came_late(message, start):
+            return ReadyOutcome(state.timeline, state.version, False, False)
         fresh = not state.registered or state.done
         before, bumped = state.version, False
         commit: int | None = None
@@ -108,7 +138,9 @@ class VersionBarrier:
                 state.digests = {version: digest for version, digest in state.digests.items() if version < start}
             elif start > before:
                 commit = start - 1
-        state.registered, state.done = True, False
+        if state.incarnation and state.incarnation != message.incarnation:
+            state.replaced = [*state.replaced[-KNOWN_PROCESSES:], state.incarnation]
+        state.registered, state.done, state.incarnation = True, False, message.incarnation
         state.version, state.batch_size = start, message.train_batch_size
         if bumped or message.sender_endpoint != state.sender_endpoint:
             state.sent_from = start
@@ -121,13 +153,36 @@ class VersionBarrier:
         self.touch(message.model_id, now)
         return ReadyOutcome(state.timeline, start, fresh, bumped, commit)
 
+    def _came_late(self, message: Ready, start: int) -> bool:
+        """A copy of a /ready whose sender has moved on since (it was called again, or trained): it changes nothing, and above all it
+        takes no healthy trainer back. Raises Replaced when it is of a process that another one has replaced."""
+        state, process = self.models[message.model_id], message.incarnation
+        if process in state.replaced:
+            raise Replaced(f"model {message.model_id}: process {state.incarnation} has taken the place of {process}: end one of the two")
+        if not process:
+            return False
+        said = (process, start, message.digest, message.checkpoint_version)
+        heard = [known for known in self._said.get(message.model_id, []) if known[0] == process]
+        self._said[message.model_id] = [*heard[-KNOWN_PROCESSES:], said]
+        return said in heard and process == state.incarnation and start < state.version
+
     def notify(self, message: NotifyVersion, now: float) -> NotifyOutcome:
-        """A version is published. Duplicates and late ones are harmless; a dead timeline is refused with Conflict."""
-        state = self.state(message.model_id)
+        """A version is published. Duplicates and late ones change nothing; a dead timeline, or other bytes under a version that is
+        published already, are refused with Conflict.
+
+        A version further ahead than the next one is believed: the weights of that number exist, and refusing it would only hide
+        how old the rollouts are. `skipped` says how many versions were made without a batch.
+        """
+        state = self.claim(message.model_id, message.incarnation)
         if not state.registered:
             raise Conflict(f"model {message.model_id}: version {message.version} before /ready")
         if message.timeline != state.timeline:
             raise Conflict(f"model {message.model_id}: timeline {message.timeline} is dead, live is {state.timeline}: call /ready again")
+        if message.version <= state.version and not same_digest(message.digest, known := state.digests.get(message.version, "")):
+            raise Conflict(
+                f"model {message.model_id}: version {message.version} of timeline {state.timeline} was published with digest {known},"
+                f" the notice says {message.digest}: call /ready again"
+            )
         self.touch(message.model_id, now)
         if message.sender_endpoint:
             state.sender_endpoint = message.sender_endpoint
@@ -136,12 +191,14 @@ class VersionBarrier:
             return NotifyOutcome("duplicate")
         first, state.version = state.version, message.version
         self._remember(state, message.version, message.digest)
-        return NotifyOutcome("new", first)
+        return NotifyOutcome("new", first, message.version - first - 1)
 
-    def finish(self, model_id: str, now: float) -> None:
-        """A trainer said /shutdown."""
-        self.state(model_id).done = True
+    def finish(self, model_id: str, now: float, incarnation: str = "") -> bool:
+        """A trainer said /shutdown. False when it had said so before."""
+        state = self.claim(model_id, incarnation)
+        before, state.done = state.done, True
         self.touch(model_id, now)
+        return not before
 
     def touch(self, model_id: str, now: float) -> bool:
         """A call of this trainer came. True when it was taken for dead before."""
@@ -190,9 +247,9 @@ class VersionBarrier:
         for name in self.live():
             behind = self.models[name].version
             if behind < floor and name != model_id:
-                edges.append(
-                    Edge(f"trainer:{name}", f"version {behind} of {name!r} must reach {floor} (max_policy_lead {self.max_policy_lead})")
-                )
+                why = f"version {behind} of {name!r} must reach {floor} (max_policy_lead {self.max_policy_lead})"
+                heard = self._seen.get(name)
+                edges.append(Edge(f"trainer:{name}", why, None if heard is None else heard + self.trainer_deadline_s))
         return edges
 
     # --- groups and receipts --------------------------------------------------------------------------------------------

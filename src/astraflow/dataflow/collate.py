@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from astraflow.dataflow.admission import credit_of, own_segments, own_tokens
+from astraflow.dataflow.admission import scored, segments_of
+from astraflow.dataflow.columns import Columns, joined
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.protocol import codec
 from astraflow.protocol.batch import FINISH_CODES, Batch
@@ -35,7 +36,8 @@ ROW_DTYPES = {
     "prompt_length": "int32",
     "reward_all_equal": "bool",
 }
-TOKEN_DTYPES = {"input_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int32"}
+GIVEN = tuple(name for name in ROW_DTYPES if name not in ("min_version", "max_version", "prompt_length"))
+"""What is known of a row without its tokens, in the order of `ROW_DTYPES`."""
 
 
 @dataclass(frozen=True)
@@ -46,44 +48,50 @@ class Item:
     """The encoded Group, as delivered."""
     stats: GroupStats
     replayed: bool
+    members: tuple[int, ...] = ()
+    """Trajectories of the group that are in this batch; empty = all that are scored."""
 
 
-@dataclass
-class _Columns:
-    rows: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in ROW_DTYPES})
-    tokens: dict[str, list[np.ndarray[Any, Any]]] = field(default_factory=lambda: {name: [] for name in TOKEN_DTYPES})
-    extra: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
-    media: list[list[str]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+@dataclass(frozen=True)
+class _Chosen:
+    """A segment that becomes a row."""
+
+    at: int
+    """Among all segments of the batch's groups."""
+    segment: Segment
+    row: tuple[Any, ...]
+    """Its values of ROW_DTYPES but for those of its tokens."""
 
 
 def collate(items: Sequence[Item], model_id: str, timeline: int, version: int) -> Batch:
     """Rows in the order of the groups, trajectories and segments; only scored segments with own tokens become rows."""
-    columns = _Columns()
-    group_ids: list[str] = []
-    prompt_ids: list[str] = []
+    groups = [codec.decode(item.data, Group) for item in items]
+    columns = Columns([segment for group in groups for segment in segments_of(group)])
+    counts = columns.spans(model_id).counts
+    chosen: list[_Chosen] = []
     trajectory_ids: list[str] = []
-    for item in items:
-        group = codec.decode(item.data, Group)
+    first = 0
+    for number, (item, group) in enumerate(zip(items, groups, strict=True)):
+        members = set(item.members or item.stats.values)
         for trajectory in group.trajectories:
-            if trajectory.index in item.stats.values:
-                _add(columns, trajectory, item, model_id, len(group_ids), len(trajectory_ids))
+            start, first = first, first + len(trajectory.segments)
+            if trajectory.index in members:
+                name = (number, len(trajectory_ids))
+                chosen += _rows(trajectory, item, scored(trajectory, model_id, counts[start:first]), start, name)
                 trajectory_ids.append(f"{group.lease_id}/{trajectory.index}")
-        group_ids.append(group.lease_id)
-        prompt_ids.append(group.task_id)
-    offsets = np.concatenate([[0], np.cumsum(columns.lengths, dtype=np.int64)])
+    offsets = np.concatenate([[0], np.cumsum(columns.lengths[[row.at for row in chosen]], dtype=np.int64)])
     batch = Batch(
         model_id=model_id,
         timeline=timeline,
         version=version,
         offsets=codec.column(offsets, "int64"),
-        tokens={name: codec.column(np.concatenate(columns.tokens[name]), dtype) for name, dtype in TOKEN_DTYPES.items()},
-        rows={name: codec.column(columns.rows[name], dtype) for name, dtype in ROW_DTYPES.items()},
-        group_ids=group_ids,
-        prompt_ids=prompt_ids,
+        tokens=_tokens(columns, chosen, model_id),
+        rows=_row_columns(columns, chosen, model_id),
+        group_ids=[group.lease_id for group in groups],
+        prompt_ids=[group.task_id for group in groups],
         trajectory_ids=trajectory_ids,
-        extra=_extra(columns.extra),
-        media=columns.media if any(columns.media) else [],
+        extra=_extra([row.segment.extra for row in chosen]),
+        media=[list(row.segment.media) for row in chosen] if any(row.segment.media for row in chosen) else [],
     )
     batch.digest = digest(batch)
     return batch
@@ -100,56 +108,58 @@ def digest(batch: Batch) -> str:
     return state.hexdigest()
 
 
-def _add(columns: _Columns, trajectory: Trajectory, item: Item, policy: str, group_index: int, trajectory_index: int) -> None:
-    segments = own_segments(trajectory, policy)
-    bonus = item.stats.shaped[trajectory.index] - item.stats.values[trajectory.index]
-    for number, segment, _ in segments:
-        mask = own_tokens(segment, policy)
-        own_versions = codec.array(segment.versions)[mask]
-        credit = credit_of(trajectory, segment, policy)
-        assert credit is not None
-        row = {
-            "rewards": np.nan if trajectory.reward is None else trajectory.reward,
-            "reward_shaped": credit + bonus,
-            "credit": credit,
-            "temperature": segment.temperature,
-            "group_index": group_index,
-            "trajectory_index": trajectory_index,
-            "segment_index": number,
-            "group_reward_mean": item.stats.mean,
-            "group_reward_std": item.stats.std,
-            "group_size": item.stats.size,
-            "n_segments": len(segments),
-            "min_version": int(own_versions.min()),
-            "max_version": int(own_versions.max()),
-            "finish": FINISH_CODES.index(trajectory.finish),
-            "scored": True,
-            "replayed": item.replayed,
-            "prompt_length": int(np.argmax(mask)),
-            "reward_all_equal": item.stats.all_equal,
-        }
-        for name, value in row.items():
-            columns.rows[name].append(value)
-        _add_tokens(columns, segment, mask)
+def _rows(trajectory: Trajectory, item: Item, own: list[tuple[int, float]], start: int, name: tuple[int, int]) -> list[_Chosen]:
+    """The rows of one trajectory: `own` = (segment, credit) of those that are scored; `start` = where its segments begin; `name` =
+    (group, trajectory) in the batch."""
+    stats = item.stats
+    bonus = stats.shaped[trajectory.index] - stats.values[trajectory.index]
+    reward = np.nan if trajectory.reward is None else trajectory.reward
+    finish = FINISH_CODES.index(trajectory.finish)
+    same = (stats.mean, stats.std, stats.size, len(own), finish, True, item.replayed, stats.all_equal)
+    return [
+        _Chosen(
+            start + number,
+            trajectory.segments[number],
+            (reward, credit + bonus, credit, trajectory.segments[number].temperature, *name, number, *same),
+        )
+        for number, credit in own
+    ]
 
 
-def _add_tokens(columns: _Columns, segment: Segment, mask: np.ndarray[Any, Any]) -> None:
-    columns.tokens["input_ids"].append(codec.array(segment.input_ids))
-    columns.tokens["loss_mask"].append(mask.astype(np.uint8))
-    columns.tokens["logprobs"].append(np.where(mask, codec.array(segment.logprobs), np.float32(0)))
-    columns.tokens["versions"].append(np.where(mask, codec.array(segment.versions), np.int32(-1)))
-    columns.extra.append({name: codec.array(col) for name, col in segment.extra.items()})
-    columns.media.append(list(segment.media))
-    columns.lengths.append(mask.size)
+def _row_columns(columns: Columns, chosen: list[_Chosen], policy: str) -> dict[str, codec.Column]:
+    """`rows` of the batch."""
+    spans, places = columns.spans(policy), [row.at for row in chosen]
+    found: dict[str, Sequence[Any]] = dict(zip(GIVEN, zip(*(row.row for row in chosen), strict=True), strict=True))
+    found["min_version"] = [spans.low[at] for at in places]
+    found["max_version"] = [spans.high[at] for at in places]
+    found["prompt_length"] = columns.leading(policy, places)
+    return {name: codec.column(found[name], dtype) for name, dtype in ROW_DTYPES.items()}
 
 
-def _extra(rows: list[dict[str, np.ndarray[Any, Any]]]) -> dict[str, codec.Column]:
+def _tokens(columns: Columns, chosen: list[_Chosen], policy: str) -> dict[str, codec.Column]:
+    """`tokens` of the batch: what another policy sampled is context, without log-probs and versions."""
+    own, versions = columns.own(policy), columns.versions
+    ids = [row.segment.input_ids.data for row in chosen]
+    logprobs = joined([row.segment.logprobs for row in chosen], "float32")
+    if len(chosen) < len(columns.segments):
+        kept = np.zeros(len(columns.segments), bool)
+        kept[[row.at for row in chosen]] = True
+        there = np.repeat(kept, columns.lengths)
+        own, versions = own[there], versions[there]
+    return {
+        "input_ids": codec.Column("int32", own.shape, b"".join(ids)),
+        "loss_mask": codec.Column("uint8", own.shape, own.tobytes()),
+        "logprobs": codec.column(np.where(own, logprobs, np.float32(0)), "float32"),
+        "versions": codec.column(np.where(own, versions, np.int32(-1)), "int32"),
+    }
+
+
+def _extra(rows: list[dict[str, codec.Column]]) -> dict[str, codec.Column]:
     """Optional columns that every row has with one dtype and trailing shape."""
-    if not rows:
-        return {}
     found = {}
-    for name, first in rows[0].items():
-        same = all(name in row and row[name].dtype == first.dtype and row[name].shape[1:] == first.shape[1:] for row in rows)
-        if same:
-            found[name] = codec.column(np.concatenate([row[name] for row in rows]), first.dtype.newbyteorder("=").name)
+    for name, first in rows[0].items() if rows else ():
+        parts = [row[name] for row in rows if name in row]
+        if len(parts) == len(rows) and all((part.dtype, part.shape[1:]) == (first.dtype, first.shape[1:]) for part in parts):
+            shape = (sum(len(part) for part in parts), *first.shape[1:])
+            found[name] = codec.Column(first.dtype, shape, b"".join([part.data for part in parts]))
     return found

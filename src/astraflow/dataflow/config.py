@@ -35,6 +35,9 @@ class BufferConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     max_staleness: Annotated[int, Meta(ge=0)] | None = 2
     """Keep a group iff trainer version − its smallest version ≤ this (inclusive; numerics 5); None = no limit."""
+    unit: Literal["groups", "sequences"] = "groups"
+    """`groups` = a batch is train_batch_size / n_samples whole groups, whatever of them is scored. `sequences` = it is exactly
+    train_batch_size scored trajectories, any number of them; a group may straddle two batches, its statistics stay its own."""
     order: Literal["edf", "fifo"] = "edf"
     """`edf` = nearest to its expiry first."""
     lookahead: NotNegative | None = None
@@ -70,6 +73,8 @@ class PoolConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Long-poll for results."""
     load_timeout_s: Seconds = 600.0
     """An instance that has not loaded announced weights by then is reported in the events (it is asked again all the same)."""
+    introduce_s: Seconds = 120.0
+    """An instance that has not taken the workflows by then (it imports what they need) leaves the pool until it registers again."""
     max_attempts: Positive = 3
     """A lease is issued at most this often, then dropped(max_attempts)."""
     lease_deadline_s: Seconds = 600.0
@@ -79,12 +84,13 @@ class PoolConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PoliciesConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Data algorithms by name (`astraflow list policies`)."""
+    """Data algorithms (docs/data-algorithms.md) by name (`astraflow list policies`), by name and options, or as `module:attr` of one's
+    own; a list of these for several."""
 
     filter: PolicyChoice = "keep_all"
-    """Which complete groups are trained on."""
+    """Which complete groups are trained on, e.g. [complete_only, filter_zero_adv]: a group must pass all of them."""
     curator: PolicyChoice = "accept_all"
-    """Which prompts are submitted."""
+    """Which prompts are submitted, e.g. {name: greso, p_easy: 0.4}. A prompt is, iff all of them want it for some live model."""
     shaper: PolicyChoice = "none"
     """What is added to rewards before statistics, e.g. {name: overlong, max_len: 512, tail: 64, factor: 1.0}."""
 
@@ -94,8 +100,12 @@ class EvalConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     at_start: bool = False
     """Evaluate the version of /ready before training."""
+    mode: Literal["pinned", "synchronous"] = "pinned"
+    """`pinned` = on one instance, which holds newer weights back meanwhile; training goes on. `synchronous` = all policies reach the
+    version, training rollouts are cancelled (and run again), every instance evaluates exactly that version, training goes on."""
     deadline_s: Seconds = 300.0
-    """One evaluation; what is not back by then is missing and counted as wrong."""
+    """One evaluation, from its first lane on; what is not back by then is missing and counted as wrong. Also the longest wait for
+    slower policies to reach the version, and for an instance that serves it."""
     correct_threshold: float = 0.5
     """A sample is right iff its reward is at least this."""
     k: list[Positive] = msgspec.field(default_factory=lambda: [1, 2, 4, 8, 16])
@@ -117,6 +127,10 @@ class DataflowConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     policies: PoliciesConfig = msgspec.field(default_factory=PoliciesConfig)
     eval: EvalConfig = msgspec.field(default_factory=EvalConfig)
     ledger: LedgerConfig = msgspec.field(default_factory=LedgerConfig)
+    stall_s: Seconds | None = 3600.0
+    """When nothing has moved for this long (no row, version, evaluation or joining instance), `stall.json` names who is stuck and
+    the run ends with exit code 3. Longer than every deadline above, the longest step of a trainer, and the longest time that a
+    pool may stay empty; None = wait for ever."""
     metrics_s: Seconds = 5.0
     """Pause between lines in metrics.jsonl (a line is also written at every served batch)."""
 
@@ -195,5 +209,6 @@ class DataflowProcess(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if valid.workflow and valid.workflow not in self.eval_workflows:
                 known = ", ".join(self.eval_workflows) or "none"
                 raise ConfigError(f"valid_datasets.{name}.workflow: {valid.workflow!r} is not in eval_workflows; known: {known}")
-            if valid.generation.get("greedy") and valid.n_samples != 1:
+            chosen = self.eval_workflows[valid.workflow] if valid.workflow else self.workflow
+            if (chosen.generation | valid.generation).get("greedy") and valid.n_samples != 1:
                 raise ConfigError(f"valid_datasets.{name}.n_samples: {valid.n_samples} with greedy decoding; expected 1 (numerics 20)")

@@ -1,73 +1,74 @@
-"""The I/O of the pool: heartbeats, catch-up, notices, receipts, reconciliation. `pool` and `barrier` decide, this calls.
+"""The I/O of the pool: joining and leaving, checks, receipts, reconciliation. `pool` and `barrier` decide, this calls.
 
-Per instance one keeper task (introduces the workflows, then collects) and one notifier per model (sends the newest version
-at once, again with back-off as long as the instance is behind; a newer notice replaces an older one that still waits).
+Each instance has tasks of its own, so that a slow or dead one delays nobody else: `watch` asks for its /status, `introduce` names
+the workflows to a new process, `collect` pulls results, `notices` tells it of new weights, `reconcile` compares leases.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from astraflow.dataflow.notices import Notices, woken
 from astraflow.dataflow.pool import Held, Instance
-from astraflow.dataflow.shelf import Pulse, Shelf
+from astraflow.dataflow.shelf import Shelf
 from astraflow.lib.aio import Backoff
-from astraflow.lib.wire_client import Client
+from astraflow.lib.wire import Identity
+from astraflow.lib.wire_client import Caller
 from astraflow.protocol.control import RaaSStatus, RegisterRaaS, Shutdown
-from astraflow.protocol.errors import AstraFlowError, ConfigError, Unavailable
+from astraflow.protocol.errors import AstraFlowError, ConfigError, DeadlinePassed, ProtocolError, Refused, Unavailable, UserError
 from astraflow.protocol.message import Message
 from astraflow.protocol.rollout import CancelLeases, RegisterWorkflow, Serving, WorkflowSpec
 from astraflow.protocol.routes import RaaSAPI, Route
-from astraflow.protocol.weights import NotifyRaaS
 
 Q = TypeVar("Q", bound=Message)
 P = TypeVar("P", bound=Message)
 
 SUSPECT_BEAT_S = 1.0
-"""Pause between checks while somebody is suspect: two failures take an instance out within seconds."""
-NOTICE_WAIT_S = 10.0
-"""An instance answers a notice when it loaded, or after this time."""
+"""Pause between checks of an instance that is suspect, late or draining: two failures take it out within seconds."""
 SILENT_TRIES = 3
 RECONCILE_AFTER_S = 10.0
 """Leases older than this are compared with the instance's own list at each heartbeat."""
+FINAL = (UserError, ProtocolError, Refused)
+"""Answers that asking again cannot change."""
 
 Lost = Callable[[Iterable[Held], str], Awaitable[None]]
 
 
-class Peer(Client):
+class Peer:
     """One instance. It may leave the pool between two calls of whoever holds this; then it is unavailable, like a dead one."""
 
-    left = False
+    def __init__(self, client: Caller) -> None:
+        self.url, self._client, self.left = client.url, client, False
 
     async def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
         if self.left:
             raise Unavailable(f"{route.path} at {self.url}: the instance left the pool")
-        return await super().call(route, request, timeout_s=timeout_s, ref=ref)
+        return await self._client.call(route, request, timeout_s=timeout_s, ref=ref)
 
     async def close(self) -> None:
         self.left = True
-        await super().close()
+        await self._client.close()
 
 
 class RaaSFleet:
     """All instances of the pool."""
 
-    def __init__(self, shelf: Shelf, workflows: dict[str, WorkflowSpec]) -> None:
-        self._shelf, self._workflows = shelf, workflows
+    def __init__(self, shelf: Shelf, workflows: dict[str, WorkflowSpec], connect: Callable[[str, Identity], Caller]) -> None:
+        self._shelf, self._workflows, self._connect = shelf, workflows, connect
         self._clients: dict[str, Peer] = {}
         self._running: dict[str, list[asyncio.Task[None]]] = {}
         self._introduced: dict[str, str] = {}
         """Instance → incarnation that knows the workflows."""
         self._silent: dict[str, int] = {}
         """Url → registrations in a row to which it did not answer."""
-        self._reconciling: set[str] = set()
+        self.reconciling: set[str] = set()
         """Instances whose list of leases is being asked for."""
-        self._wake = Pulse()
-        self._kicks: dict[tuple[str, str], asyncio.Event] = {}
-        self.pins: dict[str, dict[str, Serving]] = {}
-        """Instance → versions that an evaluation wants there; newer notices wait."""
+        self._introducing: set[str] = set()
+        self._wakes: dict[str, asyncio.Event] = {}
+        """Instance → to be checked at once."""
+        self.notices = Notices(shelf, self)
         self.on_lost: Lost
         """Set by the service: what to do with leases of an instance that died."""
         self.collect: Callable[[str], Awaitable[None]]
@@ -77,14 +78,40 @@ class RaaSFleet:
 
     # --- what others need -----------------------------------------------------------------------------------------------
 
-    def client(self, instance_id: str) -> Client | None:
+    def client(self, instance_id: str) -> Caller | None:
         return self._clients.get(instance_id)
+
+    @property
+    def pins(self) -> dict[str, dict[str, Serving]]:
+        """Instance → versions that an evaluation wants there."""
+        return self.notices.pins
+
+    @pins.setter
+    def pins(self, pins: dict[str, dict[str, Serving]]) -> None:
+        self.notices.pins = pins
+
+    def target(self, instance_id: str, model_id: str) -> Serving | None:
+        """What an instance should serve now."""
+        return self.notices.target(instance_id, model_id)
+
+    def behind(self, instance_id: str, model_id: str) -> bool:
+        """It serves less than that."""
+        return self.notices.behind(instance_id, model_id)
 
     def trouble(self, instance_id: str, reason: str) -> None:
         """A data-path call failed: no new work until its own /status says otherwise."""
         if self._shelf.pool.suspect(instance_id, reason):
+            self._shelf.meter.counts["raas/suspicions"] += 1
             self._shelf.event(f"instance {instance_id} is suspect: {reason}")
-            self._wake.fire()
+            if (wake := self._wakes.get(instance_id)) is not None:
+                wake.set()
+
+    def heard(self, instance_id: str, incarnation: str) -> bool:
+        """A data-path call was answered. False when another process did it: what it says is not this instance's word."""
+        if self._shelf.pool.heard(instance_id, incarnation, self._shelf.clock()):
+            return True
+        self.trouble(instance_id, "another process answers at its address")
+        return False
 
     def receipts(self, instance_id: str, serving: dict[str, Serving]) -> None:
         """What an instance says it serves, from any of its replies."""
@@ -103,8 +130,7 @@ class RaaSFleet:
 
     def announce(self) -> None:
         """Versions or pins changed: every notifier looks again."""
-        for kick in self._kicks.values():
-            kick.set()
+        self.notices.announce()
         self._caught_up()
         self._shelf.pulse.fire()
 
@@ -131,7 +157,7 @@ class RaaSFleet:
         """A rollout service registers. Raises ConfigError when it cannot take part or its url does not answer."""
         shelf = self._shelf
         self._check(message)
-        client = Client(message.url, shelf.identity)
+        client = self._connect(message.url, shelf.identity)
         try:
             status = await client.call(RaaSAPI.status, timeout_s=shelf.process.dataflow.pool.status_timeout_s)
         except AstraFlowError as error:
@@ -141,6 +167,11 @@ class RaaSFleet:
         self._silent.pop(message.url, None)
         if status.instance_id != message.instance_id:
             raise ConfigError(f"url: {message.url} answers as instance {status.instance_id!r}, not as {message.instance_id!r}")
+        if message.incarnation and status.incarnation and status.incarnation != message.incarnation:
+            raise Unavailable(f"url: {message.url} answers as a newer process of {message.instance_id!r} than the one that registers")
+        await self._name_is_free(message)
+        for other in shelf.pool.others_at(message.url, message.instance_id):
+            await self.out(other, f"{message.instance_id} listens at its address now")
         outcome = shelf.pool.register(message, shelf.clock())
         if outcome.kind != "same":
             shelf.barrier.forget_instance(message.instance_id)
@@ -151,10 +182,35 @@ class RaaSFleet:
         await self.on_lost(outcome.lost, f"{message.instance_id} came back as a new process")
         await self.open(shelf.pool.instances[message.instance_id])
         await shelf.write(shelf.ledger.put, shelf.pool_meta())
+        if message.instance_id not in shelf.pool.instances:
+            return  # it left again while that was written
         self._answered(message.instance_id, status)
         if outcome.kind != "same":
-            shelf.tasks.spawn(f"introduce {message.instance_id}", self._introduce(message.instance_id))
+            self._meet(message.instance_id)
             self._ask_leases(message.instance_id)
+
+    async def _name_is_free(self, message: RegisterRaaS) -> None:
+        """Two machines may start instances under one name. The first one keeps it while it lives: otherwise each registration
+        would throw the other out, and its work away. Raises ConfigError, or Unavailable while that is not clear."""
+        old = self._shelf.pool.instances.get(message.instance_id)
+        if old is None or message.incarnation == old.record.incarnation or message.url.rstrip("/") == old.record.url.rstrip("/"):
+            return
+        where = f"instance_id: {message.instance_id!r} is the name of the instance at {old.record.url}"
+        client = self._connect(old.record.url, self._shelf.identity)
+        try:
+            status = await client.call(RaaSAPI.status, timeout_s=self._shelf.process.dataflow.pool.status_timeout_s)
+        except DeadlinePassed:
+            self.trouble(message.instance_id, "it does not answer, and another process registers under its name")
+            raise Unavailable(f"{where}, which may be alive: try again") from None
+        except AstraFlowError:
+            return
+        finally:
+            await client.close()
+        if (status.instance_id, status.incarnation) != (message.instance_id, old.record.incarnation):
+            return
+        if status.state in ("draining", "error"):
+            raise Unavailable(f"{where}, which is about to end: try again")
+        raise ConfigError(f"{where}, which is alive; expected a name of its own")
 
     def _unanswered(self, message: RegisterRaaS, error: AstraFlowError) -> AstraFlowError:
         """A busy machine may miss one deadline; an address that is silent three times is a mistake of the user."""
@@ -184,13 +240,16 @@ class RaaSFleet:
         if old is not None and old.url == instance.record.url.rstrip("/") and self._running.get(key):
             return
         await self._close(key)
-        self._clients[key] = Peer(instance.record.url, self._shelf.identity)
-        tasks = [self._shelf.tasks.spawn(f"collect {key}", self._collect(key))]
+        self._clients[key], self._wakes[key] = Peer(self._connect(instance.record.url, self._shelf.identity)), asyncio.Event()
+        spawn = self._shelf.tasks.spawn
+        tasks = [spawn(f"collect {key}", self._collect(key)), spawn(f"watch {key}", self._watch(key, self._clients[key]))]
         for model_id in instance.record.models:
             if model_id in self._shelf.barrier.models:
-                self._kicks[(key, model_id)] = asyncio.Event()
-                tasks.append(self._shelf.tasks.spawn(f"notify {key} {model_id}", self._notify_loop(key, model_id)))
+                tasks.append(spawn(f"notify {key} {model_id}", self.notices.notifier(key, model_id)))
         self._running[key] = tasks
+        self._meet(key)
+        if instance.state == "suspect":
+            self._wakes[key].set()
 
     async def out(self, instance_id: str, reason: str) -> None:
         """An instance is gone: its leases run elsewhere. What is out already stays so."""
@@ -201,6 +260,7 @@ class RaaSFleet:
         shelf.barrier.forget_instance(instance_id)
         self._introduced.pop(instance_id, None)
         self.pins.pop(instance_id, None)
+        shelf.meter.counts["raas/removed"] += 1
         shelf.event(f"instance {instance_id} is out of the pool: {reason}")
         await self._close(instance_id)
         await self.on_lost(held, f"{instance_id} is gone")
@@ -211,15 +271,21 @@ class RaaSFleet:
         """POST /deregister_raas; unknown instances are gone already."""
         if instance_id not in self._shelf.pool.instances:
             return
-        self._shelf.pool.drain(instance_id, shutdown)
+        shelf = self._shelf
+        shelf.pool.drain(instance_id, shutdown, shelf.clock())
         if not drain:
             await self._part(instance_id)
+            return
+        shelf.event(f"instance {instance_id} drains: {len(shelf.pool.instances[instance_id].held)} leases run there")
+        await shelf.write(shelf.ledger.put, shelf.pool_meta())
+        if (wake := self._wakes.get(instance_id)) is not None:
+            wake.set()
 
-    async def _part(self, instance_id: str) -> None:
+    async def _part(self, instance_id: str, why: str = "deregistered") -> None:
         instance = self._shelf.pool.instances.get(instance_id)
-        if instance is not None and instance.shutdown_after:
-            await self._shut(instance_id, "deregistered")
-        await self.out(instance_id, "deregistered")
+        if instance is not None and instance.record.shutdown_after:
+            await self._shut(instance_id, why)
+        await self.out(instance_id, why)
 
     async def shutdown_all(self, reason: str) -> None:
         """The run ends: every instance is asked to end, in parallel."""
@@ -243,48 +309,60 @@ class RaaSFleet:
         for task in self._running.pop(instance_id, []):
             if task is not me:
                 task.cancel()
-        for key in [key for key in self._kicks if key[0] == instance_id]:
-            del self._kicks[key]
+        self.notices.close(instance_id)
+        self._wakes.pop(instance_id, None)
         client = self._clients.pop(instance_id, None)
         if client is not None:
             await client.close()
 
     # --- heartbeat ------------------------------------------------------------------------------------------------------
 
-    async def heartbeat_loop(self) -> None:
-        """All instances in parallel; suspects at once and then every second."""
-        shelf, next_full = self._shelf, 0.0
-        while True:
-            now, everyone = shelf.clock(), list(shelf.pool.instances.values())
-            suspects = [i for i in everyone if i.state == "suspect" or i.failures]
-            full = now >= next_full
-            if full:
-                next_full = now + shelf.process.dataflow.pool.heartbeat_s
-            await asyncio.gather(*(self._check_one(i.instance_id) for i in (everyone if full else suspects)))
-            for instance_id in shelf.pool.drained():
+    async def _watch(self, instance_id: str, client: Peer) -> None:
+        """Its own /status, as long as it is in the pool at this address; every second while there is a reason for doubt."""
+        shelf, wake = self._shelf, self._wakes[instance_id]
+        pause = shelf.process.dataflow.pool.heartbeat_s
+        while self._clients.get(instance_id) is client and (instance := shelf.pool.instances.get(instance_id)) is not None:
+            uneasy = instance.state in ("suspect", "draining") or instance.doubted or instance.failures or instance.late
+            await woken(wake, min(SUSPECT_BEAT_S, pause) if uneasy else pause)
+            if instance_id in shelf.pool.drained():
                 await self._part(instance_id)
-            busy = any(i.state in ("suspect", "draining") or i.failures for i in shelf.pool.instances.values())
-            pause = SUSPECT_BEAT_S if busy else shelf.process.dataflow.pool.heartbeat_s
-            await self._wake.wait(max(min(pause, next_full - shelf.clock()), 0.05))
+            elif instance_id in shelf.pool.instances and shelf.pool.overdue(instance_id, shelf.clock()):
+                await self._part(instance_id, f"its drain did not end within {shelf.pool.drain_s:g} s")
+            elif self._clients.get(instance_id) is client:
+                await self._check_one(instance_id, client)
 
-    async def _check_one(self, instance_id: str) -> None:
-        shelf, client = self._shelf, self._clients.get(instance_id)
-        if client is None:
-            return
+    async def _check_one(self, instance_id: str, client: Peer) -> None:
+        shelf, limit = self._shelf, self._shelf.process.dataflow.pool.status_timeout_s
+        asked = shelf.clock()
         try:
-            status = await client.call(RaaSAPI.status, timeout_s=shelf.process.dataflow.pool.status_timeout_s)
+            status = await client.call(RaaSAPI.status, timeout_s=limit)
             if status.state == "error":
                 raise Unavailable(f"its state is error: {status.message}")
         except AstraFlowError as error:
-            if self._clients.get(instance_id) is client and shelf.pool.failed(instance_id, str(error)):
-                await self.out(instance_id, f"{shelf.process.dataflow.pool.max_failures} heartbeats failed: {error}")
+            if self._clients.get(instance_id) is client:
+                await self._silent_check(instance_id, error, shelf.clock() - asked)
             return
         if self._clients.get(instance_id) is not client:
             return  # it left or moved while it was asked
+        if status.instance_id != instance_id:
+            await self.out(instance_id, f"{client.url} answers as instance {status.instance_id!r}")
+            return
         await self.on_lost(self._answered(instance_id, status), f"{instance_id} is a new process")
         instance, old = shelf.pool.instances.get(instance_id), shelf.clock() - RECONCILE_AFTER_S
         if instance is not None and any(not held.confirmed or held.since < old for held in instance.held.values()):
             self._ask_leases(instance_id)
+
+    async def _silent_check(self, instance_id: str, error: AstraFlowError, waited_s: float) -> None:
+        """A /status failed: a failure, unless it is only late, here or there."""
+        shelf, config = self._shelf, self._shelf.process.dataflow.pool
+        if waited_s > 2 * config.status_timeout_s:  # this process itself had no time to look at the answer
+            shelf.meter.counts["raas/late_status"] += 1
+            return
+        late, before = isinstance(error, DeadlinePassed), shelf.pool.instances[instance_id].failures
+        if shelf.pool.failed(instance_id, str(error), shelf.clock(), late=late):
+            await self.out(instance_id, f"{config.max_failures} heartbeats failed: {error}")
+        elif shelf.pool.instances[instance_id].failures == before:
+            shelf.meter.counts["raas/late_status"] += 1
 
     def _answered(self, instance_id: str, status: RaaSStatus) -> list[Held]:
         shelf, pool = self._shelf, self._shelf.pool
@@ -294,12 +372,14 @@ class RaaSFleet:
         if instance.record.incarnation != before:
             shelf.barrier.forget_instance(instance_id)
             shelf.event(f"instance {instance_id} is a new process")
-            shelf.tasks.spawn(f"introduce {instance_id}", self._introduce(instance_id))
+            self._meet(instance_id)
         elif was_suspect and instance.state != "suspect":
-            shelf.event(f"instance {instance_id} is confirmed by its own status")
+            rests = instance.rests_until > shelf.clock()
+            shelf.meter.counts["raas/rests"] += rests
+            shelf.event(f"instance {instance_id} is confirmed by its own status" + (f"; {instance.reason}" if rests else ""))
         if status.state == "draining" and instance.state != "draining":
-            pool.drain(instance_id, False)
-        pool.reported(instance_id, status.availability.free_slots, shelf.clock())
+            pool.drain(instance_id, False, shelf.clock())
+        pool.reported(instance_id, status.availability.free_slots, shelf.clock(), status.availability.total_slots)
         self.receipts(instance_id, status.serving)
         self._caught_up()
         shelf.pulse.fire()
@@ -308,8 +388,8 @@ class RaaSFleet:
     def _ask_leases(self, instance_id: str) -> None:
         """Compare what should run there with its own list, apart from the heartbeat: a slow one must not delay the others' checks."""
         client = self._clients.get(instance_id)
-        if client is not None and instance_id not in self._reconciling:
-            self._reconciling.add(instance_id)
+        if client is not None and instance_id not in self.reconciling:
+            self.reconciling.add(instance_id)
             self._shelf.tasks.spawn(f"reconcile {instance_id}", self._reconcile(instance_id, client))
 
     async def _reconcile(self, instance_id: str, client: Peer) -> None:
@@ -328,134 +408,56 @@ class RaaSFleet:
         except AstraFlowError as error:
             self.trouble(instance_id, f"leases: {error}")
         finally:
-            self._reconciling.discard(instance_id)
+            self.reconciling.discard(instance_id)
             await self.on_lost(gone, f"{instance_id} does not hold them")
 
     # --- work of one instance -------------------------------------------------------------------------------------------
 
     async def _collect(self, instance_id: str) -> None:
-        await self._introduce(instance_id)
+        while instance_id in self._shelf.pool.instances and not self.introduced(instance_id):
+            await self._shelf.pulse.wait(0.5)
         await self.collect(instance_id)
 
-    async def _introduce(self, instance_id: str) -> None:
+    def _meet(self, instance_id: str) -> None:
         """Name the workflows to a process that does not know them yet."""
-        shelf, backoff, complained = self._shelf, Backoff(), ""
-        while (instance := shelf.pool.instances.get(instance_id)) is not None:
-            incarnation, client = instance.record.incarnation, self._clients.get(instance_id)
-            if self._introduced.get(instance_id) == incarnation:
-                return
-            if client is None or instance.state == "suspect":
-                await shelf.pulse.wait(0.5)
-                continue
-            try:
-                for workflow_id, spec in self._workflows.items():
-                    request = RegisterWorkflow(workflow_id=workflow_id, spec=spec)
-                    await client.call(RaaSAPI.register_workflow, request, timeout_s=shelf.process.dataflow.pool.call_timeout_s)
-                self._introduced[instance_id] = incarnation
-                self._caught_up()
-            except AstraFlowError as error:
-                complaint = f"instance {instance_id} does not take workflows: {error}"
-                if complaint != complained:
-                    complained = complaint
-                    shelf.event(complaint)
-                await asyncio.sleep(backoff.next())
+        if instance_id not in self._introducing:
+            self._introducing.add(instance_id)
+            self._shelf.tasks.spawn(f"introduce {instance_id}", self._introduce(instance_id))
 
-    # --- notices --------------------------------------------------------------------------------------------------------
-
-    def target(self, instance_id: str, model_id: str) -> Serving | None:
-        """What an instance should serve now; None before the trainer is ready."""
-        state = self._shelf.barrier.models[model_id]
-        if not state.registered:
-            return None
-        return self.pins.get(instance_id, {}).get(model_id) or self._shelf.barrier.target(model_id)
-
-    def behind(self, instance_id: str, model_id: str) -> bool:
-        instance, target = self._shelf.pool.instances[instance_id], self.target(instance_id, model_id)
-        serving = instance.serving.get(model_id)
-        if target is None or instance.state in ("suspect", "draining"):
-            return False
-        if serving is None or serving.timeline != target.timeline:
-            return True
-        if serving.version > target.version:
-            return False  # pinned too late: it moved on already
-        return serving.version < target.version or bool(target.digest and serving.digest and serving.digest != target.digest)
-
-    async def _notify_loop(self, instance_id: str, model_id: str) -> None:
-        shelf, backoff, kick = self._shelf, Backoff(first_s=0.2), self._kicks[(instance_id, model_id)]
-        await self._introduce(instance_id)
-        complained = ""
-        told: tuple[int, int] = (-1, -1)
-        since = shelf.clock()
-        while instance_id in shelf.pool.instances and (client := self._clients.get(instance_id)) is not None:
-            target = self.target(instance_id, model_id)
-            if target is None or not self.behind(instance_id, model_id):
-                backoff.reset()
-                await _woken(kick, shelf.pulse, 1.0)
-                continue
-            if told != (target.timeline, target.version):
-                told, since = (target.timeline, target.version), shelf.clock()
-            trouble = await self._notice(instance_id, model_id, client, target, kick)
-            if shelf.clock() - since > shelf.process.dataflow.pool.load_timeout_s:
-                shelf.event(f"instance {instance_id} has not loaded {model_id} version {target.version} in {shelf.clock() - since:.0f} s")
-                since = shelf.clock()
-            if trouble:
-                complaint = f"instance {instance_id}: {model_id} version {target.version}: {trouble}"
-                if complaint != complained:
-                    complained = complaint
-                    shelf.event(complaint)
-                await _woken(kick, None, backoff.next())
-
-    async def _notice(self, instance_id: str, model_id: str, client: Client, target: Serving, kick: asyncio.Event) -> str:
-        """One notice; returns what went wrong. A newer target ends the wait for this one."""
-        shelf = self._shelf
-        request = NotifyRaaS(
-            model_id=model_id,
-            timeline=target.timeline,
-            version=target.version,
-            digest=target.digest,
-            sender_endpoint=shelf.barrier.models[model_id].sender_endpoint,
-            wait_s=NOTICE_WAIT_S,
-        )
-        kick.clear()
-        limit = NOTICE_WAIT_S + shelf.process.dataflow.pool.call_timeout_s
-        call = asyncio.ensure_future(client.call(RaaSAPI.notify_version, request, timeout_s=limit))
-        kicked = asyncio.ensure_future(kick.wait())
+    async def _introduce(self, instance_id: str) -> None:
+        """An instance that refuses a workflow, or that fails to take it for too long, leaves the pool and says why; it may
+        register again."""
+        shelf, complained, since = self._shelf, "", self._shelf.clock()
+        limit_s, backoff = shelf.process.dataflow.pool.introduce_s, Backoff(seed=f"{shelf.identity.incarnation} introduce {instance_id}")
         try:
-            while not call.done():
-                await asyncio.wait({call, kicked}, return_when=asyncio.FIRST_COMPLETED)
-                if kicked.done() and not call.done():
-                    moved = shelf.barrier.models[model_id].sender_endpoint != request.sender_endpoint
-                    if moved or self.target(instance_id, model_id) != target:
-                        return ""
-                    kick.clear()
-                    kicked = asyncio.ensure_future(kick.wait())
-            reply = call.result()
-        except AstraFlowError as error:
-            self.trouble(instance_id, f"notify_version: {error}")
-            return str(error)
+            while (instance := shelf.pool.instances.get(instance_id)) is not None and not self.introduced(instance_id):
+                client = self._clients.get(instance_id)
+                if client is None or instance.state == "suspect":
+                    await shelf.pulse.wait(0.5)
+                    since = shelf.clock()  # its silence is the heartbeat's affair
+                    continue
+                try:
+                    await self._name_workflows(instance_id, client, instance.record.incarnation)
+                except AstraFlowError as error:
+                    complaint = f"it does not take the workflows: {error}"
+                    if self._clients.get(instance_id) is client and (isinstance(error, FINAL) or shelf.clock() - since > limit_s):
+                        await self.out(instance_id, complaint)
+                        return
+                    if complaint != complained:
+                        complained = complaint
+                        shelf.event(f"instance {instance_id}: {complaint}")
+                    await asyncio.sleep(backoff.next())
         finally:
-            for task in (call, kicked):
-                task.cancel()
-        self.receipts(instance_id, reply.serving)
-        if reply.state == "failed":
-            return f"load failed: {reply.message}"
-        still = self.behind(instance_id, model_id) and self.target(instance_id, model_id) == target
-        return "" if reply.state == "loading" or not still else "says it is current, but its receipt is another one"
+            self._introducing.discard(instance_id)
 
-
-async def _woken(kick: asyncio.Event, pulse: Pulse | None, timeout_s: float) -> None:
-    """Until the kick (or the pulse), at most this long."""
-    waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(kick.wait())}
-    if pulse is not None:
-        waits.add(asyncio.ensure_future(pulse.wait(timeout_s)))
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waits:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*waits, return_exceptions=True)
-    kick.clear()
+    async def _name_workflows(self, instance_id: str, client: Peer, incarnation: str) -> None:
+        limit_s = self._shelf.process.dataflow.pool.call_timeout_s
+        for workflow_id, spec in self._workflows.items():
+            await client.call(RaaSAPI.register_workflow, RegisterWorkflow(workflow_id=workflow_id, spec=spec), timeout_s=limit_s)
+        if self._clients.get(instance_id) is client:
+            self._introduced[instance_id] = incarnation
+            self._caught_up()
+            self._shelf.pulse.fire()
 
 
 def agree(field: str, model_id: str, instance_id: str, served: str, trained: str) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from astraflow.dataflow.admission import Checked, Share, examine
-from astraflow.dataflow.buffer import Entry, fresh_enough
-from astraflow.dataflow.journal import LeaseRow, Result, Settled, ShareResult, ShareRow
-from astraflow.dataflow.policies.base import Curator, Filter, GroupStats, Shaper
+from astraflow.dataflow.buffer import Entry, fresh_enough, make_entry
+from astraflow.dataflow.journal import LeaseRow, Result, Settled, ShareResult
+from astraflow.dataflow.policies.base import Filter, GroupStats, Shaper
+from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.shelf import Shelf, log
 from astraflow.protocol.errors import BadMessage
 from astraflow.protocol.rollout import Delivery
@@ -35,8 +36,8 @@ class HeldShare:
 class Intake:
     """One per service; called by every instance's collect loop."""
 
-    def __init__(self, shelf: Shelf, filters: Sequence[Filter], shapers: Sequence[Shaper], curator: Curator, arrivals: int = 0) -> None:
-        self._shelf, self._filters, self._shapers, self._curator = shelf, filters, shapers, curator
+    def __init__(self, shelf: Shelf, filters: Sequence[Filter], shapers: Sequence[Shaper], curation: Curation, arrivals: int = 0) -> None:
+        self._shelf, self._filters, self._shapers, self._curation = shelf, filters, shapers, curation
         self._arrivals = arrivals
         self.held: dict[tuple[str, str], HeldShare] = {}
         """(lease, policy) → share."""
@@ -84,7 +85,8 @@ class Intake:
             shelf.pool.release(lease.lease_id)
             shares = self._decide(instance_id, lease, checked, queued)
             results.append(Result(lease.lease_id, delivery.attempt, payload, shares))
-        await self._durably(shelf.ledger.record, results, queued)
+        learned = self._curation.learned()
+        await self._durably(lambda rows: shelf.ledger.record(rows, learned), results, queued)
 
     async def _durably(self, write: Callable[[list[T]], None], rows: list[T], queued: Sequence[tuple[str, Entry]]) -> None:
         """Write, then queue."""
@@ -110,6 +112,7 @@ class Intake:
             log.warning("dropped a malformed group from %s: %s", instance_id, checked)
             for policy in shelf.process.policies:
                 self._note(policy, "malformed")
+                shelf.flows[policy].came(None)
             return [ShareResult(policy, "dropped", "malformed") for policy in shelf.process.policies]
         shelf.meter.group(now, lease.n_samples, checked.tokens)
         for name, value in checked.group.metrics.items():
@@ -119,12 +122,13 @@ class Intake:
         results = []
         for share in checked.shares:
             self._arrivals += 1
+            shelf.flows[share.policy].came(share.stats)
             reason = self._reject(share)
             if share.stats is None or reason:
                 self._note(share.policy, reason)
                 results.append(ShareResult(share.policy, "dropped", reason, share.stats, share.lost, self._arrivals))
                 continue
-            entry = make_entry(lease.lease_id, self._arrivals, share.stats)
+            entry = make_entry(lease.lease_id, self._arrivals, share.stats, shelf.process.dataflow.buffer.unit)
             shelf.buffers[share.policy].pace.accepted += entry.places
             confirmed = shelf.barrier.confirmed(instance_id, share.policy, entry.timeline, entry.max_version)
             if confirmed:
@@ -141,7 +145,7 @@ class Intake:
         if stats is None:
             return "unscored"
         shelf.meter.reward(sum(stats.values.values()) / stats.size)
-        self._curator.observe(policy, stats)
+        self._curation.observe(policy, stats)
         if stats.size < 2 and shelf.process.group_relative.get(policy, True):
             return "too_few_scored"
         for rule in self._filters:
@@ -213,24 +217,3 @@ class Intake:
 
 def _nothing() -> None:
     """A ledger call that only waits for those before it."""
-
-
-def make_entry(lease_id: str, arrival: int, stats: GroupStats) -> Entry:
-    """The queue's view of a share."""
-    return Entry(
-        lease_id=lease_id,
-        arrival=arrival,
-        places=stats.n_samples,
-        rows=stats.size,
-        timeline=stats.timeline,
-        min_version=stats.min_version,
-        max_version=stats.max_version,
-        spread=stats.std,
-        mean=stats.mean,
-        all_equal=stats.all_equal,
-        loss_tokens=stats.loss_tokens,
-    )
-
-
-def entry_of(share: ShareRow) -> Entry:
-    return make_entry(share.lease_id, share.arrival, share.stats)

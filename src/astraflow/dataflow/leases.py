@@ -49,11 +49,12 @@ class LeaseBook:
         self.open[lease.lease_id] = lease
         self.data[lease.lease_id] = data
 
-    def verdict(self, lease_id: str, attempt: int) -> Literal["wanted", "duplicate", "superseded"]:
-        """What a delivery is: the first result of a lease's present attempt is wanted."""
+    def verdict(self, lease_id: str, attempt: int) -> Literal["wanted", "duplicate", "superseded", "foreign"]:
+        """What a delivery is: the first result of a lease's present attempt is wanted. `foreign` = never leased for training, e.g. by
+        an evaluation."""
         lease = self.open.get(lease_id)
         if lease is None:
-            return "duplicate"
+            return "duplicate" if lease_id.startswith(f"{self.prefix}-") else "foreign"
         return "wanted" if attempt == lease.attempt else "superseded"
 
     def lost(self, held: Iterable[Held]) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from astraflow.dataflow.intake import HeldShare, Intake, entry_of
+from astraflow.dataflow.buffer import make_entry
+from astraflow.dataflow.intake import HeldShare, Intake
 from astraflow.dataflow.journal import Recovered, Settled
-from astraflow.dataflow.policies.base import Curator
+from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.pool import Held, InstanceRecord
 from astraflow.dataflow.serving import DataServing, OpenBatch
 from astraflow.dataflow.shelf import Shelf, decode_models
@@ -14,7 +15,7 @@ from astraflow.dataflow.source import SourceState
 
 
 def restore(
-    shelf: Shelf, serving: DataServing, intake: Intake, curator: Curator, found: Recovered
+    shelf: Shelf, serving: DataServing, intake: Intake, curation: Curation, found: Recovered
 ) -> tuple[list[Settled], dict[str, list[str]]] | None:
     """Fill the cores from the ledger. Returns (rows, leases by reason) to be dropped because the configuration no longer has their
     place, or None for a new ledger. Trainers and instances call or are called by themselves afterwards."""
@@ -29,7 +30,7 @@ def restore(
     shelf.barrier.resumed(now)
     shelf.source.state = msgspec.msgpack.decode(meta["source"], type=SourceState)
     shelf.leases.next_number = msgspec.msgpack.decode(meta["lease_number"], type=int)
-    curator.restore(msgspec.msgpack.decode(meta.get("curator", msgspec.msgpack.encode({}))))
+    curation.restore(meta, found.prompts)
     shelf.steps.update(msgspec.msgpack.decode(meta["steps"], type=dict[str, dict[str, float]]) if "steps" in meta else {})
     for record in msgspec.msgpack.decode(meta["instances"], type=list[InstanceRecord]) if "instances" in meta else []:
         shelf.pool.restore(record, now)
@@ -53,12 +54,13 @@ def _shares(shelf: Shelf, serving: DataServing, intake: Intake, found: Recovered
         if batch.policy in shelf.buffers:
             serving.open[batch.policy] = OpenBatch(batch, [], [], None, {})
     for share in found.shares:
-        entry, buffer = entry_of(share), shelf.buffers.get(share.policy)
+        buffer = shelf.buffers.get(share.policy)
+        entry = make_entry(share.lease_id, share.arrival, share.stats, shelf.process.dataflow.buffer.unit, share.members)
         if buffer is None:
             if share.state in ("rolled", "buffered"):
-                dropped.append(Settled(share.lease_id, share.policy, "dropped", "model_gone"))
+                dropped.append(Settled(share.lease_id, share.policy, "dropped", "model_gone", share.part))
         elif share.state == "buffered":
-            buffer.put_back([entry])
+            buffer.restore(entry)
         elif share.state == "rolled":
             intake.held[(share.lease_id, share.policy)] = HeldShare(share.instance, entry, shelf.clock())
         elif share.state == "served":

@@ -23,6 +23,10 @@ class PayloadDamaged(AstraFlowError):
     """Whose payload it is."""
 
 
+class DiskRefused(AstraFlowError):
+    """The disk takes no more bytes: the process ends, and a restart finds everything that was acknowledged."""
+
+
 class Location(msgspec.Struct, frozen=True):
     """Where a payload lies."""
 
@@ -50,7 +54,10 @@ class SegmentFiles:
             self._roll()
         start, view = self._size, memoryview(payload)
         while view:
-            written = os.write(self._fd, view)
+            try:
+                written = os.write(self._fd, view)
+            except OSError as error:
+                raise DiskRefused(f"ledger: cannot write {self._path(self._current)}: {error.strerror}") from error
             self._size += written
             view = view[written:]
         self.hold(self._current)

@@ -11,6 +11,7 @@ from astraflow.dataflow.fleet import RaaSFleet
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.serving import DataServing
 from astraflow.dataflow.shelf import Shelf
+from astraflow.dataflow.stall_guard import StallGuard
 from astraflow.dataflow.trainers import Trainers
 from astraflow.lib.wire import Handler
 from astraflow.protocol.control import (
@@ -24,6 +25,7 @@ from astraflow.protocol.control import (
     SaveBuffer,
     SaveBufferReply,
     Shutdown,
+    ShutdownReply,
 )
 from astraflow.protocol.message import Empty
 
@@ -40,12 +42,13 @@ class Handlers:
         serving: DataServing,
         trainers: Trainers,
         evals: EvalManager,
+        guard: StallGuard,
         save: Callable[[], Awaitable[str]],
         finish: Callable[[str], None],
     ) -> None:
         self._shelf, self._fleet, self._acquisition, self._intake = shelf, fleet, acquisition, intake
         self._serving, self._trainers, self._evals = serving, trainers, evals
-        self._save, self._finish = save, finish
+        self._guard, self._save, self._finish = guard, save, finish
 
     def table(self) -> dict[str, Handler]:
         """Route name → handler."""
@@ -64,11 +67,14 @@ class Handlers:
         }
 
     async def status(self, request: Empty) -> DataflowStatus:
+        return self.now()
+
+    def now(self) -> DataflowStatus:
         """From memory only: answers at once whatever goes on."""
         shelf, now = self._shelf, self._shelf.clock()
         state, message = "ready", ""
         if shelf.stopping:
-            state = "draining"
+            state, message = "draining", shelf.stalled
         elif not shelf.started:
             state, message = "starting", "acquisition has not begun"
         return DataflowStatus(
@@ -81,7 +87,7 @@ class Handlers:
             instances=shelf.pool.info(now),
             queues={model_id: self._queue(model_id) for model_id in shelf.buffers},
             ledger=shelf.ledger.snapshot,
-            waits=[*self._serving.edges(), *shelf.waits.edges()],
+            waits=self._guard.edges(),
             rates=shelf.meter.rates(now),
             metrics=self.numbers(),
             tasks_drawn=shelf.source.state.drawn,
@@ -89,6 +95,9 @@ class Handlers:
             staleness={model_id: dict(sorted(gaps.items())) for model_id, gaps in shelf.staleness.items()},
             steps=shelf.steps,
             events=list(shelf.events),
+            idle_s=self._guard.idle_s,
+            stall_s=shelf.process.dataflow.stall_s,
+            recent_drops=shelf.ledger.recent_drops,
         )
 
     def _queue(self, model_id: str) -> QueueInfo:
@@ -108,10 +117,13 @@ class Handlers:
         values |= {f"rollout/{name}": value for name, value in shelf.meter.rates(shelf.clock()).items()}
         values |= {f"rollout/dropped/{reason}": float(count) for reason, count in ledger.dropped.items()}
         values |= {"rollout/made": float(ledger.made), "rollout/trained": float(ledger.trained)}
+        source = shelf.source.state
+        values |= {"rollout/curator_skipped": float(source.skipped), "rollout/curator_forced": float(source.forced)}
         values["buffer/in_flight_trajectories"] = float(shelf.groups_in_flight * shelf.n_samples)
         values["buffer/room"] = float(self._acquisition.room())
         for model_id, buffer in shelf.buffers.items():
             values[f"buffer/groups/{model_id}"] = float(len(buffer))
+            values |= {f"{name}/{model_id}": value for name, value in shelf.flows[model_id].totals().items()}
             trained = shelf.staleness[model_id]
             if trained:
                 values[f"staleness/mean/{model_id}"] = sum(g * c for g, c in trained.items()) / max(sum(trained.values()), 1)
@@ -137,9 +149,10 @@ class Handlers:
     async def save_buffer(self, request: SaveBuffer) -> SaveBufferReply:
         return SaveBufferReply(path=await self._save())
 
-    async def shutdown(self, request: Shutdown) -> Empty:
+    async def shutdown(self, request: Shutdown) -> ShutdownReply:
         if not request.model_id:
             self._finish(request.reason or "asked to end")
-        elif await self._trainers.finish(request.model_id):
+            return ShutdownReply(run_ended=True)
+        if await self._trainers.finish(request):
             self._finish("every trainer is done")
-        return Empty()
+        return await self._trainers.stay(request)

@@ -6,9 +6,12 @@
     collect <instance>      one long-poll POST /pull, then the ledger        results; the ledger thread
     notify <instance> <m>   newer weights than its receipt                   notices; its load never blocks another's
     assemble <model>        the ledger thread (a batch is durable first)     one per batch request that can be met
-    heartbeat               its pause, or a suspect                          `fleet.trouble`
-    evals                   a queued evaluation, a lane                      trainers
+    watch <instance>        its pause, or one GET /status                    `fleet.trouble`, a drain
+    introduce <instance>    POST /register_workflow                          a process that does not know the workflows yet
+    evals                   a queued evaluation; versions, instances         trainers, receipts; its deadlines
+    lane <instance>         its part of an evaluation                        results; the evaluation's deadline
     janitor                 half a second                                    receipts (held groups), deadlines
+    stall                   a second                                         ends the run when nothing moves for `stall_s`
     GET /batch              groups, other policies' versions                 pulse; answers `wait` at its deadline
 
 The ledger has a thread of its own (calls in order), decoding and collation run in worker threads. Nothing else blocks.
@@ -20,7 +23,6 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -33,86 +35,106 @@ from astraflow.dataflow.acquisition import DataAcquisition
 from astraflow.dataflow.barrier import ModelState, VersionBarrier
 from astraflow.dataflow.buffer import RolloutBuffer
 from astraflow.dataflow.config import DataflowProcess, WorkflowConfig
-from astraflow.dataflow.evals import EvalManager, EvalSet
+from astraflow.dataflow.eval_run import EvalSet
+from astraflow.dataflow.evals import EvalManager
 from astraflow.dataflow.fleet import RaaSFleet
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.leases import LeaseBook
-from astraflow.dataflow.ledger import Ledger, LedgerThread
 from astraflow.dataflow.policies import CURATORS, FILTERS, SHAPERS
-from astraflow.dataflow.policies.base import Curator, build
+from astraflow.dataflow.policies.base import build
+from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.pool import RaaSPool
 from astraflow.dataflow.recovery import restore
 from astraflow.dataflow.server import Handlers
 from astraflow.dataflow.serving import DataServing
 from astraflow.dataflow.shelf import Shelf
 from astraflow.dataflow.source import TaskSource
+from astraflow.dataflow.stall_guard import StallGuard
+from astraflow.dataflow.surroundings import MACHINE, Surroundings
 from astraflow.dataflow.trainers import Trainers
+from astraflow.dataflow.waits import WaitBook
 from astraflow.datasets import api as datasets
 from astraflow.datasets.api import Task
-from astraflow.lib.aio import Tasks
+from astraflow.lib.aio import Tasks, Waits
 from astraflow.lib.log import setup_logging
 from astraflow.lib.metrics import Metrics
-from astraflow.lib.wire import Server, new_identity
+from astraflow.lib.proc import limit_arenas
 from astraflow.protocol.errors import ConfigError, UserError
 from astraflow.protocol.rollout import WorkflowSpec
 from astraflow.protocol.routes import DataflowAPI
 
 log = logging.getLogger("astraflow.dataflow")
 JANITOR_S = 0.5
+FAILED, MISTAKE, STALLED = 1, 2, 3
+"""Exit codes beside 0. Whoever supervises this process does not start it again after the last two."""
 
 
 class AstraFlowService:
     """Builds the parts, finds the earlier state again, runs until the end."""
 
-    def __init__(self, process: DataflowProcess, tasks: Sequence[Task], valid: Mapping[str, Sequence[Task]]) -> None:
+    def __init__(
+        self, process: DataflowProcess, tasks: Sequence[Task], valid: Mapping[str, Sequence[Task]], outside: Surroundings = MACHINE
+    ) -> None:
         """`valid`: tasks per name in `process.valid_datasets`. Raises UserError for what cannot work."""
         process.validate()
         config, run_dir = process.dataflow, Path(process.run_dir)
         self.process = process
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
-        filters = build(FILTERS, "dataflow.policies.filter", config.policies.filter)
-        shapers = build(SHAPERS, "dataflow.policies.shaper", config.policies.shaper)
-        self._curator: Curator = build(CURATORS, "dataflow.policies.curator", config.policies.curator)[0]
+        filters = list(build(FILTERS, "dataflow.policies.filter", config.policies.filter).values())
+        shapers = list(build(SHAPERS, "dataflow.policies.shaper", config.policies.shaper).values())
+        self._curation = Curation(build(CURATORS, "dataflow.policies.curator", config.policies.curator), process.seed)
         specs, train_id, sets = workflows(process, valid)
-        ledger = Ledger(run_dir / "ledger", config.ledger.segment_bytes)
+        ledger = outside.ledger(run_dir / "ledger", config.ledger.segment_bytes)
         found = ledger.recover()
+        identity = outside.identity(process.run_id, process.token)
         epochs = process.train_dataset.repeat
         self.shelf = shelf = Shelf(
             process=process,
-            identity=new_identity(process.run_id, process.token),
+            identity=identity,
             ledger=ledger,
-            thread=LedgerThread(),
+            thread=outside.thread(),
             barrier=VersionBarrier(
                 {model_id: ModelState(model_id=model_id) for model_id in process.models},
                 config.buffer.max_policy_lead,
                 config.pool.trainer_deadline_s,
             ),
-            pool=RaaSPool(config.pool.max_failures),
-            leases=LeaseBook(found.meta.get("ledger_id", b"").decode() or secrets.token_hex(3), config.pool.max_attempts),
+            pool=RaaSPool(
+                config.pool.max_failures,
+                alive_s=config.pool.pull_wait_s + config.pool.status_timeout_s,
+                drain_s=config.pool.lease_deadline_s + config.pool.call_timeout_s,
+            ),
+            leases=LeaseBook(found.meta.get("ledger_id", b"").decode() or identity.incarnation[:6], config.pool.max_attempts),
             source=TaskSource(tasks, process.seed, shuffle=process.train_dataset.shuffle, epochs=epochs),
             buffers={model_id: RolloutBuffer(model_id, config.buffer, process.seed) for model_id in process.models},
             metrics=Metrics(run_dir, "dataflow"),
             tasks=Tasks(self._task_failed),
+            clock=outside.clock,
+            waits=Waits(outside.clock),
         )
-        self.fleet = RaaSFleet(shelf, specs)
-        self.intake = Intake(shelf, filters, shapers, self._curator, found.arrivals)
+        self.fleet = RaaSFleet(shelf, specs, outside.connect)
+        self.intake = Intake(shelf, filters, shapers, self._curation, found.arrivals)
         self.serving = DataServing(shelf, self.intake)
-        self.evals = EvalManager(shelf, self.fleet, sets)
-        self.trainers = Trainers(shelf, self.serving, self.intake, self.fleet, self._curator, self.evals.request)
-        self.acquisition = DataAcquisition(shelf, self.fleet, self.intake, self._curator, train_id)
+        self.evals = EvalManager(shelf, self.fleet, sets, self.serving.can_serve)
+        self.trainers = Trainers(shelf, self.serving, self.intake, self.fleet, self._curation, self.evals.request)
+        self.acquisition = DataAcquisition(shelf, self.fleet, self.intake, self._curation, train_id)
         self.fleet.on_lost, self.fleet.collect = self.acquisition.lost, self.acquisition.collect_loop
         self.fleet.on_joined = self.evals.joined
+        self.guard = StallGuard(shelf, WaitBook(shelf, self.fleet, self.intake, self.serving, self.evals))
         self._handlers = Handlers(
-            shelf, self.fleet, self.acquisition, self.intake, self.serving, self.trainers, self.evals, self.save, self.finish
+            shelf, self.fleet, self.acquisition, self.intake, self.serving, self.trainers, self.evals, self.guard, self.save, self.finish
         )
-        self.server = Server("dataflow", DataflowAPI, self._handlers.table(), shelf.identity, host=process.host, port=process.port)
+        self.server = outside.listen("dataflow", DataflowAPI, self._handlers.table(), shelf.identity, host=process.host, port=process.port)
         self.evals.restore(found.evals, found.meta)
-        self._dropped_at_start = restore(shelf, self.serving, self.intake, self._curator, found)
+        self._dropped_at_start = restore(shelf, self.serving, self.intake, self._curation, found)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         self._failure = self._failure or error
         self.finish(f"task {name} failed: {error}")
+
+    def _stalled(self, reason: str) -> None:
+        self.shelf.stalled = reason
+        self.finish(reason)
 
     def finish(self, reason: str) -> None:
         """The end begins."""
@@ -123,13 +145,13 @@ class AstraFlowService:
     async def save(self) -> str:
         """Write all state that is not written with each change (the ledger is always durable). Returns its path."""
         shelf = self.shelf
-        state = {"curator": msgspec.msgpack.encode(self._curator.state()), "ledger_id": shelf.leases.prefix.encode()}
-        state |= {"steps": msgspec.msgpack.encode(shelf.steps), "ended": b""}
+        state = {"ledger_id": shelf.leases.prefix.encode(), "steps": msgspec.msgpack.encode(shelf.steps), "ended": b""}
+        state |= self._curation.meta()
         await shelf.write(shelf.ledger.put, state | shelf.versions_meta() | shelf.pool_meta() | shelf.source_meta())
         return str(shelf.ledger.path)
 
     async def run(self) -> int:
-        """Serve until every trainer is done, /shutdown, a signal, or a failure. Returns the exit code."""
+        """Serve until every trainer is done, /shutdown, a signal, a stall, or a failure. Returns the exit code."""
         shelf = self.shelf
         await self.server.start()
         (Path(self.process.run_dir) / "dataflow.url").write_text(self.server.url + "\n", encoding="utf-8")
@@ -140,16 +162,22 @@ class AstraFlowService:
                 await shelf.write(shelf.ledger.abandon, leases, reason)
         for instance in list(shelf.pool.instances.values()):
             await self.fleet.open(instance)
-        shelf.tasks.spawn("heartbeat", self.fleet.heartbeat_loop())
         shelf.tasks.spawn("submit", self.acquisition.submit_loop())
         shelf.tasks.spawn("evals", self.evals.run())
         shelf.tasks.spawn("janitor", self._janitor())
+        self.guard.clear()
+        shelf.tasks.spawn("stall", self.guard.run(self._handlers.now, self._stalled))
         drained = self._signals()
         if shelf.barrier.all_done:  # the process before this one died while it ended
             self.finish("every trainer is done")
         await self._ended.wait()
         await self._end(tell_instances=not drained.is_set() and self._failure is None)
-        return 0 if self._failure is None else 1
+        if self._failure is not None:
+            return FAILED
+        if shelf.stalled:
+            log.error("%s", shelf.stalled)  # the last word in the log: whoever started this process tells it on
+            return STALLED
+        return 0
 
     def _signals(self) -> asyncio.Event:
         """SIGTERM and SIGINT end this process and leave the run resumable: instances are not told to end."""
@@ -166,17 +194,18 @@ class AstraFlowService:
 
     async def _end(self, tell_instances: bool) -> None:
         shelf = self.shelf
-        shelf.stopping = True
+        shelf.stopping, self.trainers.run_ended = True, tell_instances
         shelf.pulse.fire()
         await shelf.tasks.stop()
         if tell_instances:
             await self.fleet.shutdown_all("the run ends")
+            await self.trainers.farewell()
         await self.server.stop()
         if self._failure is None:
             await self.save()
             if tell_instances:  # the run is over: a later start with this ledger is a resume: it expects its trainers anew
                 await shelf.write(shelf.ledger.put, {"ended": b"1"})
-            shelf.metrics.log(shelf.barrier.service_version, self._handlers.numbers())
+            self._log_metrics()
         counts = await shelf.write(shelf.ledger.check)
         log.info("ledger: %s", counts)
         await self.fleet.close()
@@ -196,7 +225,15 @@ class AstraFlowService:
             await self.intake.reconsider()
             if shelf.clock() >= next_line:
                 next_line = shelf.clock() + self.process.dataflow.metrics_s
-                shelf.metrics.log(shelf.barrier.service_version, self._handlers.numbers() | shelf.group_means.take())
+                self._log_metrics()
+
+    def _log_metrics(self) -> None:
+        """One line of the whole, and one per model: what was generated against what was trained on since the last such line."""
+        shelf = self.shelf
+        shelf.metrics.log(shelf.barrier.service_version, self._handlers.numbers() | shelf.group_means.take())
+        for model_id, flow in shelf.flows.items():
+            if values := flow.interval():
+                shelf.metrics.log(shelf.barrier.models[model_id].version, values, model=model_id, over="interval")
 
 
 def workflows(process: DataflowProcess, valid: Mapping[str, Sequence[Task]]) -> tuple[dict[str, WorkflowSpec], str, list[EvalSet]]:
@@ -225,24 +262,25 @@ def workflows(process: DataflowProcess, valid: Mapping[str, Sequence[Task]]) -> 
     return specs, train, sets
 
 
-def run(process: DataflowProcess) -> int:
-    """Blocking main of the Dataflow process. Exit codes: 0 ended or drained, 1 failed, 2 a mistake of the user."""
+def run(process: DataflowProcess, outside: Surroundings = MACHINE) -> int:
+    """Blocking main of the Dataflow process. Exit codes: 0 ended or drained, 1 failed, 2 a mistake of the user, 3 stalled."""
     setup_logging("dataflow", process.log_file or str(Path(process.run_dir) / "logs" / "dataflow.log"))
     started = time.monotonic()
+    limit_arenas(2)
     try:
         for module in process.plugins:
             importlib.import_module(module)
         tasks = datasets.load(process.train_dataset, process.seed)
         valid = {name: datasets.load(config, process.seed, name) for name, config in process.valid_datasets.items()}
         log.info("%d tasks, %d valid sets, loaded in %.1f s", len(tasks), len(valid), time.monotonic() - started)
-        return asyncio.run(_serve(process, tasks, valid))
+        return asyncio.run(_serve(process, tasks, valid, outside))
     except UserError as error:
         log.error("%s", error)
-        return 2
+        return MISTAKE
     except ModuleNotFoundError as error:
         log.error("%s", ConfigError(f"plugins: {error}"))
-        return 2
+        return MISTAKE
 
 
-async def _serve(process: DataflowProcess, tasks: Sequence[Task], valid: Mapping[str, Sequence[Task]]) -> int:
-    return await AstraFlowService(process, tasks, valid).run()
+async def _serve(process: DataflowProcess, tasks: Sequence[Task], valid: Mapping[str, Sequence[Task]], outside: Surroundings) -> int:
+    return await AstraFlowService(process, tasks, valid, outside).run()

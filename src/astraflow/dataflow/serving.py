@@ -6,13 +6,13 @@ A batch is assembled by a task of its own, so that a caller who hangs up changes
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from astraflow.dataflow.barrier import Edge
-from astraflow.dataflow.buffer import Entry
+from astraflow.dataflow.buffer import Entry, Taken
 from astraflow.dataflow.collate import Item, collate
 from astraflow.dataflow.intake import Intake
-from astraflow.dataflow.journal import BatchRow, Settled
+from astraflow.dataflow.journal import BatchRow, Pick, Settled
 from astraflow.dataflow.segments import PayloadDamaged
 from astraflow.dataflow.shelf import Shelf
 from astraflow.protocol import codec
@@ -54,9 +54,10 @@ class DataServing:
         shelf.barrier.state(model_id)
         end = shelf.clock() + min(max(request.wait_s, 0.0), LONGEST_WAIT_S)
         while True:
+            shelf.barrier.claim(model_id, request.incarnation)  # in the loop: another process may attach while this one waits
             if shelf.barrier.touch(model_id, shelf.clock()):
                 shelf.event(f"trainer {model_id} is back")
-            answer = await self._answer(request)
+            answer: BatchReply | Edge = Edge("dataflow", "it ends") if shelf.stopping else await self._answer(request)
             if isinstance(answer, BatchReply):
                 self._waiting.pop(model_id, None)
                 return answer
@@ -64,6 +65,8 @@ class DataServing:
             left = end - shelf.clock()
             if left <= 0 or shelf.stopping:
                 counts = shelf.rejections[model_id].counts()
+                if shelf.stalled:
+                    return BatchReply(kind="stalled", reason=shelf.stalled, counts=counts)
                 return BatchReply(kind="wait", reason=answer.why, waits=[*self.edges(), *shelf.waits.edges()], counts=counts)
             await shelf.pulse.wait(min(left, 1.0))
 
@@ -105,7 +108,7 @@ class DataServing:
         """No batch can be made: the end, starvation, or patience."""
         shelf, config = self._shelf, self._shelf.process.dataflow.buffer
         tally, queued = shelf.rejections[model_id], len(shelf.buffers[model_id])
-        groups = max(batch_size // shelf.n_samples, 1)
+        groups = max(-(-batch_size // shelf.n_samples), 1)
         if self.at_end and not queued:
             return BatchReply(kind="end_of_data", reason="every task was used and nothing is in flight", counts=tally.counts())
         limit = config.max_rejected_groups or REJECTED_BATCHES * groups
@@ -113,7 +116,12 @@ class DataServing:
         if tally.in_a_row >= limit or too_long:
             reason = f"{tally.in_a_row} groups in a row were rejected: " + ", ".join(f"{k} {v}" for k, v in tally.counts().items())
             return BatchReply(kind="starved", reason=reason, counts=tally.counts())
-        return Edge("groups", f"{queued} of {groups} groups are there, {shelf.groups_in_flight} are in flight")
+        there = shelf.buffers[model_id].progress(batch_size, shelf.n_samples)
+        return Edge("groups", f"{there} are there, {shelf.groups_in_flight} groups are in flight")
+
+    def can_serve(self, model_id: str) -> bool:
+        """Its next batch is served, or is queued whole."""
+        return model_id in self.open or self._shelf.buffers[model_id].places >= self._shelf.barrier.models[model_id].batch_size
 
     @property
     def at_end(self) -> bool:
@@ -141,53 +149,55 @@ class DataServing:
             if (state.timeline, state.version) != (request.timeline, request.version) or model_id in self.open:
                 return
             await self._expire(model_id, request.version)
-            buffer, n = self._shelf.buffers[model_id], self._shelf.n_samples
-            groups, replayed = buffer.split(state.batch_size, n)
-            if len(buffer) < groups and not (self.at_end and len(buffer)):
+            buffer = self._shelf.buffers[model_id]
+            taken = buffer.take(state.batch_size, self._shelf.n_samples, request.version, last=self.at_end)
+            if taken is None:
                 return
-            fresh, again = buffer.take(groups, replayed, request.version)
             try:
-                await self._make(request, fresh, again)
+                await self._make(request, taken)
             except PayloadDamaged as error:
-                buffer.put_back(entry for entry in fresh if entry.lease_id != error.lease_id)
-                await self._give_up(model_id, error, [entry for entry in fresh if entry.lease_id == error.lease_id])
+                buffer.put_back(taken)
+                await self._give_up(model_id, error)
                 return
             except Exception:
-                buffer.put_back(fresh)
+                buffer.put_back(taken)
                 raise
-            buffer.pace.accepted += sum(entry.places for entry in again)
+            buffer.pace.accepted += sum(entry.places for entry in taken.replayed)
 
-    async def _give_up(self, model_id: str, error: PayloadDamaged, fresh: list[Entry]) -> None:
+    async def _give_up(self, model_id: str, error: PayloadDamaged) -> None:
         """A group whose bytes were damaged on disk can never be served: it is dropped, counted and named, and the others go on."""
         shelf, buffer = self._shelf, self._shelf.buffers[model_id]
         shelf.event(f"group {error.lease_id} of {model_id} is lost: {error}")
         buffer.forget_replay(lambda entry: entry.lease_id == error.lease_id)
-        for entry in fresh:
+        for entry in buffer.discard(lambda entry: entry.lease_id == error.lease_id):
             buffer.pace.give_back(entry.places)
             shelf.rejections[model_id].dropped["damaged"] += 1
-            await shelf.write(shelf.ledger.settle, [Settled(entry.lease_id, model_id, "dropped", "damaged")])
+            await shelf.write(shelf.ledger.settle, [Settled(entry.lease_id, model_id, "dropped", "damaged", entry.part)])
         shelf.pulse.fire()
 
     async def _expire(self, model_id: str, version: int) -> None:
         """Drop what may no longer be served: stale, or (a rollback came while it was written) of a dead timeline."""
         shelf, buffer = self._shelf, self._shelf.buffers[model_id]
         gone: list[Settled] = []
-        for entry in buffer.discard(lambda e: bool(self._intake.unservable(model_id, e))):
-            gone.append(Settled(entry.lease_id, model_id, "dropped", self._intake.unservable(model_id, entry)))
+        for entry, reason in buffer.expire(lambda e: self._intake.unservable(model_id, e)):
+            gone.append(Settled(entry.lease_id, model_id, "dropped", reason, entry.part))
             buffer.pace.give_back(entry.places)
-            shelf.rejections[model_id].dropped[gone[-1].reason] += 1
+            shelf.rejections[model_id].dropped[reason] += 1
         buffer.expire_replay(version)
         if gone:
             await shelf.write(shelf.ledger.settle, gone)
             shelf.pulse.fire()
 
-    async def _make(self, request: BatchRequest, fresh: list[Entry], again: list[Entry]) -> None:
-        shelf, model_id = self._shelf, request.model_id
-        wanted = [(entry.lease_id, False) for entry in fresh] + [(entry.lease_id, True) for entry in again]
+    async def _make(self, request: BatchRequest, taken: Taken) -> None:
+        shelf, model_id, fresh, again = self._shelf, request.model_id, taken.fresh, taken.replayed
+        members: dict[str, tuple[int, ...]] = {}
+        for entry in fresh:  # parts that a rollback brought back together are one group of the batch
+            members[entry.lease_id] = members.get(entry.lease_id, ()) + entry.members
+        wanted = [(lease_id, False) for lease_id in members] + [(entry.lease_id, True) for entry in again]
         found = await shelf.write(shelf.ledger.shares_of, model_id, [lease_id for lease_id, _ in wanted])
 
         def build() -> tuple[Batch, bytes]:
-            items = [Item(shelf.ledger.payload(lease_id), found[lease_id], replayed) for lease_id, replayed in wanted]
+            items = [Item(shelf.ledger.payload(key), found[key], replayed, members.get(key, ())) for key, replayed in wanted]
             batch = collate(items, model_id, request.timeline, request.version)
             return batch, codec.encode(batch)
 
@@ -196,9 +206,11 @@ class DataServing:
             policy=model_id,
             timeline=request.timeline,
             version=request.version,
-            fresh=[entry.lease_id for entry in fresh],
+            fresh=[Pick(entry.lease_id, entry.part) for entry in fresh],
             replayed=[entry.lease_id for entry in again],
         )
+        if taken.rest is not None:
+            row.fresh[-1] = replace(row.fresh[-1], rest=taken.rest.members)
         await shelf.write(shelf.ledger.serve, row, data)
         metrics = self._metrics(model_id, request.version, fresh, again)
         self.open[model_id] = OpenBatch(row, fresh, again, batch, metrics)
@@ -218,8 +230,9 @@ class DataServing:
             "staleness/max": float(max(gaps, default=0)),
             "reward/mean": sum(entry.mean * entry.rows for entry in fresh) / rows,
             "reward/std": sum(entry.spread * entry.rows for entry in fresh) / rows,
-            "reward/zero_variance_groups": float(sum(entry.all_equal for entry in fresh)),
-            "rollout/groups": float(len(fresh)),
+            "rollout/effective_groups": float(len({entry.lease_id for entry in fresh if not entry.all_equal})),
+            "reward/zero_variance_groups": float(len({entry.lease_id for entry in fresh if entry.all_equal})),
+            "rollout/groups": float(len({entry.lease_id for entry in fresh})),
             "rollout/trajectories": float(sum(entry.rows for entry in fresh)),
             "rollout/tokens_mean": sum(entry.loss_tokens for entry in fresh) / rows,
             **{f"rollout/{name}": value for name, value in shelf.meter.rates(shelf.clock()).items()},
@@ -237,6 +250,12 @@ class DataServing:
         """Trainers that wait for a batch."""
         now = self._shelf.clock()
         return [
-            WaitEdge(who=f"trainer:{model_id}", waits_for=edge.waits_for, why=edge.why, since_s=now - since)
+            WaitEdge(
+                who=f"trainer:{model_id}",
+                waits_for=edge.waits_for,
+                why=edge.why,
+                since_s=now - since,
+                deadline_s=None if edge.until is None else edge.until - now,
+            )
             for model_id, (edge, since) in self._waiting.items()
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -16,9 +15,11 @@ import msgspec
 from astraflow.dataflow.barrier import ModelState, VersionBarrier
 from astraflow.dataflow.buffer import RolloutBuffer
 from astraflow.dataflow.config import DataflowProcess
+from astraflow.dataflow.flow import Flow
 from astraflow.dataflow.leases import LeaseBook
 from astraflow.dataflow.ledger import Ledger, LedgerThread
 from astraflow.dataflow.pool import RaaSPool
+from astraflow.dataflow.segments import DiskRefused
 from astraflow.dataflow.source import TaskSource
 from astraflow.lib.aio import Tasks, Waits
 from astraflow.lib.metrics import Mean, Metrics
@@ -35,18 +36,30 @@ class Pulse:
     """Wakes everybody who waits; they look again at what they wait for. Check and `wait` without an await in between."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # in order, so that who waited first looks first
 
     def fire(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        waiting, self._waiting = self._waiting, {}
+        for news in waiting:
+            _wake(news)
 
     async def wait(self, timeout_s: float) -> None:
-        """Until the next `fire`, at most this long."""
-        event = self._event
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
+        """Until the next `fire`, at most this long. (A bare future: every pulse wakes every waiter, so that this is the most run
+        wait of the service.)"""
+        loop = asyncio.get_running_loop()
+        news: asyncio.Future[None] = loop.create_future()
+        self._waiting[news] = None
+        timer = loop.call_later(timeout_s, _wake, news)
+        try:
+            await news
+        finally:
+            timer.cancel()
+            self._waiting.pop(news, None)
+
+
+def _wake(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)
 
 
 @dataclass
@@ -56,15 +69,23 @@ class Meter:
     started: float
     counts: Counter[str] = field(default_factory=Counter)
     """Trajectories and groups by what happened to them (`rollout/…`)."""
-    _window: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _seconds: deque[list[int]] = field(default_factory=deque)
+    """[second, trajectories, tokens] of the last minute: a status answer adds up sixty numbers, whatever the speed."""
     _rewards: deque[float] = field(default_factory=lambda: deque(maxlen=512))
     """Group means of the newest groups; 512 is a few batches."""
 
     def group(self, now: float, trajectories: int, tokens: int) -> None:
         """A group arrived."""
-        self._window.append((now, trajectories, tokens))
-        while self._window and self._window[0][0] < now - RATE_WINDOW_S:
-            self._window.popleft()
+        second = int(now)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append([second, 0, 0])
+            self._trim(now)
+        self._seconds[-1][1] += trajectories
+        self._seconds[-1][2] += tokens
+
+    def _trim(self, now: float) -> None:
+        while self._seconds and self._seconds[0][0] < now - RATE_WINDOW_S:
+            self._seconds.popleft()
 
     def reward(self, mean: float) -> None:
         self._rewards.append(mean)
@@ -75,8 +96,9 @@ class Meter:
 
     def rates(self, now: float) -> dict[str, float]:
         span = max(min(RATE_WINDOW_S, now - self.started), 1.0)
-        recent = [item for item in self._window if item[0] >= now - RATE_WINDOW_S]
-        return {"trajectories_per_s": sum(i[1] for i in recent) / span, "tokens_per_s": sum(i[2] for i in recent) / span}
+        self._trim(now)
+        trajectories, tokens = sum(item[1] for item in self._seconds), sum(item[2] for item in self._seconds)
+        return {"trajectories_per_s": trajectories / span, "tokens_per_s": tokens / span}
 
 
 @dataclass
@@ -121,6 +143,15 @@ class Shelf:
     meter: Meter = field(init=False)
     group_means: Mean = field(default_factory=Mean)
     """Means of what rollout services report per group, since the last metrics line."""
+    flows: dict[str, Flow] = field(init=False)
+    """Per model, what was generated against what was trained on."""
+    stalled: str = ""
+    """Why the run is stalled; empty = it is not."""
+    _writing: dict[int, tuple[str, float]] = field(default_factory=dict)
+    held_for: str = ""
+    """The synchronous evaluation for which no training leases are submitted; empty = none."""
+    reserved: set[str] = field(default_factory=set)
+    """Instances whose next free places belong to an evaluation."""
     recording: int = 0
     """Groups that are being written: no longer leased, not yet queued."""
     started: bool = False
@@ -128,6 +159,7 @@ class Shelf:
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.clock())
+        self.flows = {model_id: Flow() for model_id in self.buffers}
         for model_id in self.buffers:
             self.rejections[model_id] = Rejections()
             self.staleness[model_id] = Counter()
@@ -148,7 +180,19 @@ class Shelf:
 
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
         """A ledger call in its own thread; calls run in the order in which they were made."""
-        return await self.thread.call(function, *arguments)
+        call = object()
+        self._writing[id(call)] = (getattr(function, "__name__", "call"), self.clock())
+        try:
+            return await self.thread.call(function, *arguments)
+        except DiskRefused as error:  # memory is ahead of the disk now: only a restart brings them together again
+            self.tasks.failed("ledger", error)
+            raise
+        finally:
+            del self._writing[id(call)]
+
+    def writing(self) -> list[tuple[str, float]]:
+        """(name, since) of ledger calls that have not returned, oldest first."""
+        return list(self._writing.values())
 
     def versions_meta(self) -> dict[str, bytes]:
         """The barrier's state as the ledger keeps it."""

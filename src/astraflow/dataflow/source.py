@@ -1,20 +1,26 @@
-"""Pure core: which task comes next. Epoch-wise draws, so that the draw counts of any two tasks differ by at most 1 (case G25)."""
+"""Pure core: which task comes next. Epoch-wise draws, so that the draw counts of any two tasks differ by at most 1 (case G25)
+unless curators choose among them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
 
-from astraflow.dataflow.policies.base import Curator
 from astraflow.datasets.api import Task
+
+Wants = Callable[[str, int], bool]
+"""(task id, tasks looked at before this one) → whether it is to be submitted."""
+FORCED_AFTER = 256
+"""Tasks refused in a row until the next one is taken unasked: a run whose curators want nothing goes on, visibly, and no call
+looks at more tasks than this."""
 
 
 class SourceState(msgspec.Struct, kw_only=True):
-    """Position in the data set; the order within an epoch follows from the seed."""
+    """Position in the data set; the order within an epoch follows from the seed, chance from the counts."""
 
     epoch: int = 0
     position: int = 0
@@ -22,7 +28,10 @@ class SourceState(msgspec.Struct, kw_only=True):
     drawn: int = 0
     """Tasks handed out in all."""
     skipped: int = 0
-    """Tasks that the curator did not want."""
+    """Tasks that the curators did not want."""
+    forced: int = 0
+    """Tasks handed out unasked; they are in `drawn` too."""
+    refused_in_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,25 +65,25 @@ class TaskSource:
     def exhausted(self) -> bool:
         return self._epochs is not None and self.state.epoch >= self._epochs
 
-    def draw(self, curator: Curator) -> Draw | None:
-        """The next task that the curator wants; None at the end of the data.
+    @property
+    def looked(self) -> int:
+        """Tasks looked at in all, wanted or not: the number of the next draw."""
+        return self.state.drawn + self.state.skipped
 
-        A curator that refuses a whole epoch gets its first refused task taken all the same: the run must not spin.
-        """
-        refused: Draw | None = None
-        for _ in range(len(self.tasks)):
-            if self.exhausted:
-                return None
-            draw = self._advance()
-            if curator.accepts(draw.task.task_id, draw.epoch):
-                self.state.drawn += 1
+    def draw(self, wants: Wants) -> Draw | None:
+        """The next task that is wanted, or that follows `FORCED_AFTER` refusals in a row; None at the end of the data."""
+        state = self.state
+        while not self.exhausted:
+            number, draw = self.looked, self._advance()
+            forced = state.refused_in_row >= FORCED_AFTER
+            if forced or wants(draw.task.task_id, number):
+                state.drawn += 1
+                state.forced += forced
+                state.refused_in_row = 0
                 return draw
-            self.state.skipped += 1
-            refused = refused or draw
-        if refused is not None:
-            self.state.drawn += 1
-            self.state.skipped -= 1
-        return refused
+            state.skipped += 1
+            state.refused_in_row += 1
+        return None
 
     def find(self, index: int, task_id: str) -> Task | None:
         """The task of a recovered lease; None when the data set no longer has it at this place."""

@@ -67,6 +67,20 @@ def from_wire(config: dict[str, Any], overrides: Sequence[str] = ()) -> Resolved
 
 def dataflow_status(target: str, token_file: str = "") -> DataflowStatus:
     """The status of the job at a URL, or of the run in a directory on this machine."""
+    url, identity = _address(target, token_file)
+    return ask(DataflowAPI.status, url, identity, f"status {target}")
+
+
+def steps_planned(target: str, token_file: str = "") -> dict[str, int]:
+    """Policy → max_steps of the job's experiment; empty when its Dataflow was not started from one."""
+    url, identity = _address(target, token_file)
+    trainers = ask(DataflowAPI.config, url, identity, f"status {target}").config.get("trainer")
+    found = trainers.items() if isinstance(trainers, dict) else ()
+    return {name: steps for name, config in found if isinstance(config, dict) and isinstance(steps := config.get("max_steps"), int)}
+
+
+def _address(target: str, token_file: str) -> tuple[str, Identity]:
+    """Where the job answers, and who asks."""
     run_id, url, token = "", target, given_token(token_file)
     if "://" not in target:
         file = Path(target) / CONFIG if Path(target).is_dir() else Path(target)
@@ -76,7 +90,7 @@ def dataflow_status(target: str, token_file: str = "") -> DataflowStatus:
         run_id, url = experiment.experiment.run_id, dataflow_url(experiment)
         own = Path(experiment.launch.token_file or Path(experiment.experiment.run_dir) / "token")
         token = token or (read_token(own) if own.is_file() else "")
-    return ask(DataflowAPI.status, url, new_identity(run_id, token), f"status {target}")
+    return url, new_identity(run_id, token)
 
 
 def ask(route: Route[Any, P], url: str, identity: Identity, asked: str) -> P:

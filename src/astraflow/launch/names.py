@@ -12,6 +12,7 @@ from typing import Any
 
 from astraflow.config.check import nearest
 from astraflow.config.experiment import Experiment, Resolved, workflow_sections
+from astraflow.dataflow.policies.base import build
 from astraflow.lib.registry import Registry, import_attr
 from astraflow.protocol.errors import ConfigError, UnknownName
 
@@ -25,14 +26,20 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "astraflow.dataflow.policies:FILTERS",
         "astraflow.dataflow.policies:CURATORS",
         "astraflow.dataflow.policies:SHAPERS",
+        "astraflow.dataflow.policies:ORDERS",
+        "astraflow.dataflow.policies:SELECTIONS",
     ),
     "filters": ("astraflow.dataflow.policies:FILTERS",),
     "curators": ("astraflow.dataflow.policies:CURATORS",),
     "shapers": ("astraflow.dataflow.policies:SHAPERS",),
+    "orders": ("astraflow.dataflow.policies:ORDERS",),
+    "selections": ("astraflow.dataflow.policies:SELECTIONS",),
     "advantages": ("astraflow.trainer.algorithms:ADVANTAGES",),
     "losses": ("astraflow.trainer.algorithms:LOSSES",),
 }
 """Family → registries. Their modules hold literal tables only and import neither torch nor what they name."""
+POLICY_KINDS = ("filter", "curator", "shaper")
+"""Keys of `dataflow.policies`; with an s they are families."""
 
 
 def registries(family: str) -> list[Registry]:
@@ -43,8 +50,9 @@ def registries(family: str) -> list[Registry]:
 
 
 def names(family: str) -> list[str]:
-    """All names of a family, sorted."""
-    return sorted({name for registry in registries(family) for name in registry.names()})
+    """All names of a family, sorted; `family/name` where it holds several (`policies`)."""
+    found = registries(family)
+    return sorted(name if len(found) == 1 else f"{registry.family}/{name}" for registry in found for name in registry.names())
 
 
 def import_plugins(modules: Iterable[str]) -> None:
@@ -68,6 +76,10 @@ def check_names(resolved: Resolved) -> None:
             origin = f" ({resolved.origins[path]})" if path in resolved.origins else ""
             hint = f"{nearest(name, known)}; known {family}: {', '.join(known)}"
             raise ConfigError(f"{resolved.written(path)}: {name!r} is unknown{hint}{origin}")
+    for kind in POLICY_KINDS:  # their options too; those of `module:attr` are known only where that is imported
+        chosen = getattr(resolved.experiment.dataflow.policies, kind)
+        own = [item for item in (chosen if isinstance(chosen, list) else [chosen]) if ":" not in _name(item)]
+        build(registries(f"{kind}s")[0], f"dataflow.policies.{kind}", own)
 
 
 def named(experiment: Experiment) -> Iterator[tuple[str, str, str, Iterable[str]]]:
@@ -85,14 +97,18 @@ def named(experiment: Experiment) -> Iterator[tuple[str, str, str, Iterable[str]
         yield f"trainer.{policy}.backend", "backends", trainer.backend, ()
         yield f"trainer.{policy}.algorithm.advantage", "advantages", trainer.algorithm.advantage, ()
         yield f"trainer.{policy}.algorithm.loss", "losses", trainer.algorithm.loss, ()
-    for kind in ("filter", "curator", "shaper"):
+    for kind in POLICY_KINDS:
         for choice in _choices(getattr(experiment.dataflow.policies, kind)):
             yield f"dataflow.policies.{kind}", f"{kind}s", choice, ()
 
 
 def _choices(value: Any) -> Iterator[str]:
     for item in value if isinstance(value, list) else [value]:
-        yield str(item.get("name", "")) if isinstance(item, Mapping) else str(item)
+        yield _name(item)
+
+
+def _name(item: Any) -> str:
+    return str(item.get("name", "")) if isinstance(item, Mapping) else str(item)
 
 
 def _check_attribute(path: str, target: str, resolved: Resolved) -> None:

@@ -2,9 +2,10 @@
 
     state of a process     running ─ exit 0 ──────────────────────> done
                            running ─ other exit ─> pausing ─> running     (restarts left)
-                           running ─ exit 2 or 3 (a mistake, starved), or no restarts left ─> failed: the run ends
+                           running ─ exit 2 or 3 (a mistake; stalled, starved), or no restarts left ─> failed: the run ends
     phase of the run       up ─ trainers done ─> leaving ─ Dataflow done, or its deadline passed ─> ending ─ all done ─> over
                            up ─ Ctrl-C ─> draining ─ trainers done ─> leaving
+                           up | draining | leaving ─ Dataflow stalled ─> ending, as a failure
                            up | draining | leaving ─ a process failed, Ctrl-C again, or the drain's deadline ─> stopping ─ all done ─> over
 """
 
@@ -17,12 +18,13 @@ from typing import Literal
 
 from astraflow.config.experiment import Experiment
 from astraflow.config.sections import LaunchConfig
+from astraflow.dataflow.stall import WORD
 from astraflow.lib.proc import RestartBook, RestartPolicy, describe_exit
 
 Role = Literal["dataflow", "raas", "trainer"]
-USER_ERROR, STARVED = 2, 3
-"""Exit status of a process that met a mistake of the user, and of a trainer whose data gives no batch: starting it again would
-not help."""
+USER_ERROR, STALLED = 2, 3
+"""Exit status of a process that met a mistake of the user, and of a Dataflow in which nothing moves any more (also of a trainer
+that was told so, or whose data gives no batch): starting it again would not help."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class RunBook:
         process.exit_codes.append(code)
         if self.phase in ("ending", "stopping"):
             process.state = "done" if code == 0 else "ended"
+            if self._is_stall(process, code) and message:
+                self.failure = message  # it names who is stuck, whoever ended first
             if self.phase == "ending" and code > 0:  # e.g. a starved trainer that outlived Dataflow: its verdict is the run's
                 self.failure = self.failure or message or f"{name} {describe_exit(code)}"
             return self._next_phase(now)
@@ -135,7 +139,12 @@ class RunBook:
             return self._next_phase(now)
         ended = f"{name} {describe_exit(code)}" + (f": {message}" if message else "")
         self.events.append(ended)
-        if code in (USER_ERROR, STARVED):
+        if code == STALLED and process.spec.role == "trainer" and message.startswith(WORD):
+            process.state = "ended"  # Dataflow told it so and is about to end with the same verdict
+            return self._next_phase(now)
+        if self._is_stall(process, code):
+            return self._stalled(process, message or ended, now)
+        if code in (USER_ERROR, STALLED):
             return self._fail(name, message or ended, now)
         if self.phase in ("draining", "leaving") and process.spec.role != "dataflow":
             process.state = "ended"  # a run that is to end does not need it back; Dataflow is needed by the trainers that still save
@@ -190,7 +199,9 @@ class RunBook:
         return []
 
     def exit_code(self) -> int:
-        """0 only when it trained to the end or was drained in order, and every process ended with 0."""
+        """0 only when it trained to the end or was drained in order, and every process ended with 0; 3 when it stalled."""
+        if any(self._is_stall(process, code) for process in self.processes.values() for code in process.exit_codes[-1:]):
+            return STALLED
         if self.failure:
             return 1 if not self.user_error else USER_ERROR
         last = {name: process.exit_codes[-1] if process.exit_codes else 0 for name, process in self.processes.items()}
@@ -201,6 +212,10 @@ class RunBook:
     def user_error(self) -> bool:
         """The run failed because of a mistake of the user."""
         return any(process.state == "failed" and process.exit_codes[-1] == USER_ERROR for process in self.processes.values())
+
+    def _is_stall(self, process: ProcessState, code: int) -> bool:
+        """The verdict on the whole run is Dataflow's; a starved trainer says 3 about itself."""
+        return process.spec.role == "dataflow" and code == STALLED
 
     def _running(self, *roles: Role) -> tuple[str, ...]:
         return tuple(name for name, p in self.processes.items() if p.state == "running" and (not roles or p.spec.role in roles))
@@ -215,6 +230,8 @@ class RunBook:
             self._no_more_restarts()
         elif self.phase in ("up", "draining") and not trainers:
             self.phase, self._deadline = "leaving", now + (LEAVE_S if self.drained else self._launch.end_s)
+        elif self.phase == "ending" and not trainers and self._deadline is not None:
+            self._deadline = min(self._deadline, now + LEAVE_S)  # Dataflow said goodbye before the last trainer ended: the same as above
         if self.phase in ("ending", "stopping") and not any(p.alive for p in self.processes.values()):
             self.phase, self._deadline = "over", None
         return []
@@ -235,6 +252,13 @@ class RunBook:
         self.processes[name].state = "failed"
         self.drained = False
         return self._stop(why, now)
+
+    def _stalled(self, process: ProcessState, why: str, now: float) -> list[Decision]:
+        """Dataflow has told the others; they get the time to end in order that they have at the end of any run."""
+        process.state, self.drained, self.failure = "failed", False, why
+        self.phase, self._deadline = "ending", now + self._launch.end_s
+        self._no_more_restarts()
+        return self._next_phase(now)
 
     def _stop(self, why: str, now: float) -> list[Decision]:
         self.failure = self.failure or why

@@ -48,8 +48,13 @@ class Tasks:
         error = task.exception()  # also marks it as retrieved
         if error is None:
             return
-        log.error("task %s failed: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
-        self._on_failure(task.get_name(), error)
+        self.failed(task.get_name(), error)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Report a failure. One that has an address (`AstraFlowError`) needs no traceback. Also for what is no task of its own."""
+        trace = None if isinstance(error, AstraFlowError) else error
+        log.error("task %s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
+        self._on_failure(name, error)
 
     async def stop(self, deadline_s: float = 5.0) -> None:
         """Cancel all tasks and wait for their ends; those that do not end by the deadline are named in the log."""
@@ -92,7 +97,7 @@ async def poll_until(condition: Callable[[], T | Awaitable[T]], deadline_s: floa
 class Backoff:
     """Growing pauses between tries: first_s, first_s·factor, … at most max_s, each shortened by up to `jitter` of itself."""
 
-    def __init__(self, first_s: float = 0.1, factor: float = 2.0, max_s: float = 5.0, jitter: float = 0.2, seed: int | None = None):
+    def __init__(self, first_s: float = 0.1, factor: float = 2.0, max_s: float = 5.0, jitter: float = 0.2, seed: int | str | None = None):
         self._first_s, self._factor, self._max_s, self._jitter = first_s, factor, max_s, jitter
         self._random = random.Random(seed)
         self._pause_s = first_s
@@ -114,6 +119,7 @@ class Waits:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._open: dict[int, tuple[str, str, str, float, float | None]] = {}
+        self._noted: dict[str, tuple[str, str, str, float, float | None]] = {}
         self._next = 0
 
     @contextmanager
@@ -127,12 +133,24 @@ class Waits:
         finally:
             del self._open[key]
 
+    def note(self, who: str, waits_for: str, why: str, deadline_s: float | None = None) -> None:
+        """`who` waits for this now, until `over`: for a wait that is looked at again and again. It keeps its age as long as
+        `waits_for` stays the same."""
+        now = self._clock()
+        known = self._noted.get(who)
+        since = known[3] if known is not None and known[1] == waits_for else now
+        self._noted[who] = (who, waits_for, why, since, None if deadline_s is None else now + deadline_s)
+
+    def over(self, who: str) -> None:
+        """`who` waits no more."""
+        self._noted.pop(who, None)
+
     def edges(self) -> list[WaitEdge]:
         """The open waits, oldest first."""
         now = self._clock()
         return [
             WaitEdge(who=who, waits_for=waits_for, why=why, since_s=now - since, deadline_s=None if end is None else end - now)
-            for who, waits_for, why, since, end in list(self._open.values())
+            for who, waits_for, why, since, end in sorted([*self._open.values(), *self._noted.values()], key=lambda wait: wait[3])
         ]
 
 

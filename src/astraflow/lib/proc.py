@@ -28,6 +28,7 @@ from astraflow.protocol.errors import Unavailable
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+M_ARENA_MAX = -8
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -41,6 +42,13 @@ def die_with_parent(parent: int | None = None, sig: int = signal.SIGKILL) -> Non
     _libc.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         raise ProcessLookupError("the parent ended before its child began")
+
+
+def limit_arenas(count: int) -> None:
+    """Let all threads share `count` heaps of the C library: otherwise every thread that ever held large buffers keeps its own share
+    of them (measured: 400 MiB against 235 MiB of a Dataflow with batches of 14 MB). Call it before threads start; glibc only."""
+    if _libc is not None and hasattr(_libc, "mallopt"):
+        _libc.mallopt(M_ARENA_MAX, count)
 
 
 class Child:

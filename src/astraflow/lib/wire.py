@@ -86,7 +86,7 @@ def check_envelope(message: Message, identity: Identity, where: str) -> None:
         raise WrongRun(f"{where}: belongs to run {message.run_id!r}, this is run {identity.run_id!r}")
 
 
-def decode_body(body: bytes, kind: type[Any], json: bool) -> Any:
+def decode_body(body: bytes | bytearray, kind: type[Any], json: bool) -> Any:
     """Decode a message; another protocol version is reported as such even when its fields cannot be read."""
     try:
         return decode_json(body, kind) if json else decode(body, kind)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -24,6 +26,17 @@ P = TypeVar("P", bound=Message)
 
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=30.0)
 """Per peer. 256: one instance's long polls and weight calls stay far below it; expiry is shorter than the server's 75 s."""
+
+
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Loaded once: reading the authorities takes longer than many calls."""
+    return ssl.create_default_context()
+
+
+def _verify(url: str) -> ssl.SSLContext | bool:
+    """Plain HTTP needs no authorities (redirects are not followed)."""
+    return _authorities() if url.startswith("https:") else False
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,16 @@ def _is_json(response: httpx.Response) -> bool:
     return str(response.headers.get("content-type", "")).startswith(JSON)
 
 
+class Caller(Protocol):
+    """What a service needs of a client: one peer, called from the asyncio loop."""
+
+    url: str
+
+    async def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P: ...
+
+    async def close(self) -> None: ...
+
+
 class Client(_Peer):
     """Calls one peer from the asyncio loop; connections are kept alive.
 
@@ -119,7 +142,7 @@ class Client(_Peer):
 
     def __init__(self, url: str, identity: Identity):
         super().__init__(url, identity)
-        self._http = httpx.AsyncClient(limits=LIMITS, timeout=None, trust_env=False)
+        self._http = httpx.AsyncClient(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url))
 
     async def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
         """The reply of one call; `timeout_s` covers all of it, connection included."""
@@ -155,7 +178,7 @@ class SyncClient(_Peer):
 
     def __init__(self, url: str, identity: Identity):
         super().__init__(url, identity)
-        self._http = httpx.Client(limits=LIMITS, timeout=None, trust_env=False)
+        self._http = httpx.Client(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url))
 
     def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
         """The reply of one call; `timeout_s` covers all of it (a silent peer is noticed within twice that time at worst)."""

@@ -27,7 +27,9 @@ class BatchRequest(Message, kw_only=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """Whole groups as ragged columns. A row is one segment of one trajectory; R rows, N tokens in all."""
+    """Groups as ragged columns: whole ones, or, with `dataflow.buffer.unit: sequences`, exactly train_batch_size trajectories, where
+    the first and the last group may lack members that another batch has (statistics are the whole group's). A row is one segment
+    of one trajectory; R rows, N tokens in all."""
 
     model_id: str
     """The policy."""
@@ -69,15 +71,16 @@ class WaitEdge(msgspec.Struct, kw_only=True):
     since_s: float
     """Age of the wait."""
     deadline_s: float | None = None
-    """Time left; None = no deadline (the wait is only reported)."""
+    """Time left; a wait without a deadline of its own has the run's (`dataflow.stall_s`). None = the run has none either."""
 
 
 class BatchReply(Message, kw_only=True):
     """An answer is always a value: a batch, or why there is none."""
 
-    kind: Literal["batch", "wait", "end_of_data", "starved", "stale_timeline"]
+    kind: Literal["batch", "wait", "end_of_data", "starved", "stalled", "stale_timeline"]
     """`wait` = ask again; `end_of_data` = every task was used and nothing is in flight; `starved` = too many groups in a row
-    were rejected (counts in `counts`); `stale_timeline` = the caller belongs to a dead timeline and must /ready again."""
+    were rejected (counts in `counts`); `stalled` = nothing moved for too long and the run ends (the reason names who is stuck);
+    `stale_timeline` = the caller belongs to a dead timeline and must /ready again."""
     batch: Batch | None = None
     """Set when kind is `batch`."""
     reason: str = ""

@@ -18,6 +18,8 @@ from astraflow.protocol.errors import BadMessage
 T = TypeVar("T")
 
 DTYPES = ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64")
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in DTYPES}
+"""Name → what its bytes are."""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -39,8 +41,8 @@ def column(values: npt.ArrayLike, dtype: str) -> Column:
     if dtype not in DTYPES:
         raise BadMessage(f"column dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     source = np.asarray(values)
-    target = np.asarray(source, dtype=np.dtype(dtype).newbyteorder("<"), order="C")
-    if target.dtype.kind in "iu" and source.size and not np.array_equal(target, source):
+    target = np.asarray(source, dtype=NUMPY_DTYPES[dtype], order="C")
+    if target is not source and target.dtype.kind in "iu" and source.size and not np.array_equal(target, source):
         raise BadMessage(f"values do not fit into {dtype}")
     return Column(dtype, tuple(source.shape), target.tobytes())
 
@@ -48,7 +50,7 @@ def column(values: npt.ArrayLike, dtype: str) -> Column:
 def array(col: Column) -> np.ndarray[Any, Any]:
     """Read-only view of a column. Raises BadMessage when bytes, dtype and shape contradict each other."""
     check_column(col)
-    return np.frombuffer(col.data, dtype=np.dtype(col.dtype).newbyteorder("<")).reshape(col.shape)
+    return np.frombuffer(col.data, dtype=NUMPY_DTYPES[col.dtype]).reshape(col.shape)
 
 
 def check_column(col: Column, where: str = "column") -> None:
@@ -60,7 +62,7 @@ def check_column(col: Column, where: str = "column") -> None:
         if extent < 0:
             raise BadMessage(f"{where}: negative extent in shape {col.shape}")
         count *= extent
-    expected = count * np.dtype(col.dtype).itemsize
+    expected = count * NUMPY_DTYPES[col.dtype].itemsize
     if len(col.data) != expected:
         raise BadMessage(f"{where}: {len(col.data)} bytes for shape {col.shape} of {col.dtype}, expected {expected}")
 
@@ -84,7 +86,7 @@ def encode(message: Any) -> bytes:
     return _msgpack_encoder.encode(message)
 
 
-def decode(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
+def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[T]) -> T:
     """Decode and validate. Raises BadMessage with the path of the offending field."""
     try:
         return cast(T, _msgpack_decoder(cast(Any, kind)).decode(data))
@@ -97,7 +99,7 @@ def encode_json(message: Any) -> bytes:
     return _json_encoder.encode(message)
 
 
-def decode_json(data: bytes, kind: type[T]) -> T:
+def decode_json(data: bytes | bytearray, kind: type[T]) -> T:
     """Decode and validate JSON. Raises BadMessage with the path of the offending field."""
     try:
         return cast(T, _json_decoder(cast(Any, kind)).decode(data))

@@ -234,6 +234,10 @@ class EvalResult(msgspec.Struct, kw_only=True):
     """`avg@n`, `pass@k` (null if n < k), `reward/mean`."""
     duration_s: float
     """From the first lease to the last result."""
+    mode: str = "pinned"
+    """`pinned` or `synchronous`."""
+    note: str = ""
+    """Why samples are missing, or why other versions were evaluated than those asked for; empty = nothing to say."""
 
 
 class EvalResults(Message, kw_only=True):
@@ -294,6 +298,19 @@ class LedgerCounts(msgspec.Struct, kw_only=True):
     """Extra uses of trained rows; outside the sum."""
 
 
+class Drop(msgspec.Struct, kw_only=True):
+    """A group that was not trained on."""
+
+    lease_id: str
+    """The group's lease."""
+    task_id: str
+    """Its task."""
+    policy: str
+    """For whom it was dropped; another policy may have trained on it."""
+    reason: str
+    """Why: `astraflow explain` says it in a sentence."""
+
+
 class DataflowStatus(Message, kw_only=True):
     state: State
     """Of the service itself."""
@@ -329,6 +346,12 @@ class DataflowStatus(Message, kw_only=True):
     """Per model: metrics of its last notice."""
     events: list[str] = []
     """What happened to processes (joins, deaths, rollbacks, resumes), newest last, at most 200."""
+    idle_s: float = 0.0
+    """Since anything moved: a row, a version, an evaluation, an instance that joined."""
+    stall_s: float | None = None
+    """When `idle_s` reaches this the run is stalled: a report is written and it ends with exit code 3. None = never."""
+    recent_drops: list[Drop] = []
+    """Newest groups that were dropped since this process started, newest last, at most 20."""
 
 
 class ConfigReply(Message, kw_only=True):
@@ -356,3 +379,15 @@ class Shutdown(Message, kw_only=True):
     """One line for people."""
     deadline_s: float = 10.0
     """Longest time that the end may take."""
+    wait_s: float = 0.0
+    """To Dataflow, from a trainer that is done: how long to wait for the end of the run before answering, at most 30."""
+
+
+class ShutdownReply(Message, kw_only=True):
+    """Dataflow's answer. A trainer that is done keeps its sender until the run has ended: rollout services that join later need its
+    weights."""
+
+    run_ended: bool = False
+    """Nobody needs the trainer's weights any more."""
+    waits_for: list[str] = []
+    """Models that are still trained."""

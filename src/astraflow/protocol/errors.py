@@ -12,6 +12,7 @@
     │   ├── AuthError                   token missing or wrong
     │   ├── TooLarge                    request over the limit
     │   └── Conflict                    the request does not fit the receiver's state
+    │       └── Replaced                another process has taken the caller's place: it should end
     ├── Retryable                       may succeed when tried again
     │   ├── Unavailable                 connection refused, reset, or the service is starting
     │   └── DeadlinePassed              a named wait ended by its deadline
@@ -93,6 +94,11 @@ class TooLarge(Refused):
 
 class Conflict(Refused):
     """The request does not fit the receiver's present state."""
+
+
+class Replaced(Conflict):
+    """Another process of the same name has taken the caller's place. The caller should end; trying again or attaching again would
+    only take the place back from the one that works."""
 
 
 class Retryable(AstraFlowError):

@@ -48,7 +48,7 @@ class DataflowAPI:
     notify_version = Route("POST", "/notify_version", control.NotifyVersion, control.NotifyVersionReply, "A version is published.")
     eval_results = Route("GET", "/eval_results", control.EvalResultsRequest, control.EvalResults, "Finished evaluations.")
     save_buffer = Route("POST", "/save_buffer", control.SaveBuffer, control.SaveBufferReply, "Checkpoint of Dataflow's state.")
-    shutdown = Route("POST", "/shutdown", control.Shutdown, Empty, "A trainer is done, or the run ends.")
+    shutdown = Route("POST", "/shutdown", control.Shutdown, control.ShutdownReply, "A trainer is done, or the run ends.")
 
 
 class RaaSAPI:

@@ -131,6 +131,15 @@ class Executor:
         self.cancel(mine)
         return mine
 
+    async def reset_training(self, deadline_s: float) -> list[str]:
+        """The same, and wait at most so long until the cancelled episodes have let go of the engines."""
+        mine = self.cancel_running_training()
+        names = {f"episode {lease_id}" for lease_id in mine}
+        ending = [task for task in self._episodes if task.get_name() in names and not task.done()]
+        if ending:
+            await asyncio.wait(ending, timeout=max(0.0, min(deadline_s, MAX_PULL_S)))
+        return mine
+
     def rollback(self, policy: str, timeline: int) -> list[str]:
         """The policy starts a new timeline: forget what an older one produced or is producing. Dataflow finds out by `/leases`."""
         dead = self.slots.select(lane="", workflow_ids=self._programs.using(policy), running_only=True)
@@ -252,7 +261,7 @@ class Executor:
         lease = held.lease
         running: dict[asyncio.Task[None], Member] = {}
         for member in members:
-            task = asyncio.get_running_loop().create_task(self._run_member(held, program, member))
+            task = asyncio.get_running_loop().create_task(self._run_member(held, program, member), name=f"episode {lease.lease_id}")
             task.add_done_callback(lambda _: self.slots.episode_ended(held))
             self._episodes.add(task)
             task.add_done_callback(self._episodes.discard)

@@ -103,7 +103,7 @@ class Handlers:
 
     async def reset_training_engine(self, request: ResetEngine) -> ResetEngineReply:
         self._dataflow(request)
-        return ResetEngineReply(cancelled=self._raas.executor.cancel_running_training())
+        return ResetEngineReply(cancelled=await self._raas.executor.reset_training(request.deadline_s))
 
     async def eval_start(self, request: EvalStart) -> Empty:
         self._dataflow(request)

@@ -6,6 +6,7 @@ Takes plain values, so that whoever watches a run (the supervisor, `status`) can
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,9 +19,16 @@ from rich.text import Text
 
 from astraflow.protocol.control import DataflowStatus, EvalResult, RaaSStatus
 
-PLAIN_EVERY_S = 15.0
-"""Without a terminal: a line at every step, and at least this often while there is none."""
+PLAIN_EVERY_S = 30.0
+"""Without a terminal: a line at every step, and at least this often while there is none; then it says who waits for whom."""
+PLAIN_WIDTH = 200
+"""Columns of tables that no terminal shows."""
+SHORT_WAIT_S = 1.0
+"""Shorter waits are the normal course of things."""
 REDRAW_S = 0.5
+IDLE_SHOWN_S = 10.0
+NEAR_S = 600.0
+"""Deadlines that are further away are not shown."""
 
 
 @dataclass(frozen=True)
@@ -135,27 +143,65 @@ class Panel:
         steps = {trainer.model_id: trainer.version for trainer in view.status.trainers} if view.status else {}
         if steps == self._steps and view.age_s - self._line_at < PLAIN_EVERY_S:
             return
-        self._steps, self._line_at = steps, view.age_s
-        self._print(plain_line(view, self._max_steps, self._first))
+        silent, self._steps, self._line_at = steps == self._steps, steps, view.age_s
+        self._print(plain_line(view, self._max_steps, self._first, silent))
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def status_view(status: DataflowStatus) -> RenderableType:
-    """The answer of `astraflow status`."""
-    head = Text(f"{status.run_id}   {status.state}   up {clock(status.uptime_s)}", style="bold")
-    pool = Table("rollout service", "state", "serves", "busy", "url", box=None, pad_edge=False)
-    for instance in status.instances:
-        serves = "  ".join(f"{model} v{held.version}" for model, held in instance.serving.items())
-        pool.add_row(instance.instance_id, instance.state, serves, f"{instance.in_flight}/{instance.total_slots}", instance.url)
-    parts: list[RenderableType] = [head, policy_table(status, {}), pool, Text(flow_line(status))]
+def print_status(status: DataflowStatus, max_steps: Mapping[str, int]) -> None:
+    """The answer of `astraflow status` on standard output; without a terminal in plain, wide lines."""
+    page().print(status_view(status, max_steps))
+
+
+def page() -> Console:
+    """Standard output, for tables."""
+    return SteadyConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def status_view(status: DataflowStatus, max_steps: Mapping[str, int]) -> RenderableType:
+    """Everything about a running job on one page."""
+    head = Text(f"{status.run_id}   {status.state}   up {clock(status.uptime_s)}   epoch {status.epoch}", style="bold")
+    if left := steps_left_s(status, max_steps):
+        head.append(f"   about {clock(left)} left", style="dim")
+    parts: list[RenderableType] = [head]
+    if status.message:
+        parts.append(Text(status.message, style="yellow"))
+    if status.idle_s >= IDLE_SHOWN_S:
+        limit = f", stalled at {status.stall_s:.0f} s" if status.stall_s is not None else ""
+        parts.append(Text(f"nothing moved for {status.idle_s:.0f} s{limit}", style="yellow"))
+    parts += [policy_table(status, max_steps), pool_table(status), Text(flow_line(status))]
+    if status.ledger.dropped:
+        parts.append(Text("dropped: " + "  ".join(f"{reason} {count}" for reason, count in status.ledger.dropped.items())))
+    parts += [Text(f"newest drop: {drop.lease_id} {drop.task_id} {drop.policy}: {drop.reason}") for drop in status.recent_drops[-3:]]
     parts += [Text(f"waiting: {line}", style="yellow") for line in wait_lines(status)]
     return Group(*parts, *[Text(event, style="dim") for event in status.events[-10:]])
 
 
-def plain_line(view: View, max_steps: Mapping[str, int], first: Mapping[str, tuple[float, int]]) -> str:
-    """One line: age, versions, reward, queue, speed, and what is waited for when nothing moves yet."""
+def pool_table(status: DataflowStatus) -> RenderableType:
+    """The rollout services as Dataflow knows them."""
+    if not status.instances:
+        return Text("no rollout service is registered", style="yellow")
+    table = Table("rollout service", "state", "serves", "busy", "heard of", "url", "", box=None, pad_edge=False)
+    for instance in status.instances:
+        serves = "  ".join(f"{model} v{held.version}" for model, held in instance.serving.items())
+        busy, heard = f"{instance.in_flight}/{instance.total_slots}", f"{instance.last_seen_s:.0f} s ago"
+        table.add_row(instance.instance_id, instance.state, serves, busy, heard, instance.url, instance.reason)
+    return table
+
+
+def steps_left_s(status: DataflowStatus, max_steps: Mapping[str, int]) -> float:
+    """Seconds that the slowest policy needs at the pace of its last step; 0 = not known."""
+    left_s = 0.0
+    for trainer in status.trainers:
+        step_s = status.steps.get(trainer.model_id, {}).get("time/step_s", 0.0)
+        left_s = max(left_s, (max_steps.get(trainer.model_id, 0) - trainer.version) * step_s)
+    return left_s
+
+
+def plain_line(view: View, max_steps: Mapping[str, int], first: Mapping[str, tuple[float, int]], silent: bool = False) -> str:
+    """One line: age, versions, reward, queue, speed, and who waits for whom when nothing moves yet or for long (`silent`)."""
     parts = [clock(view.age_s), view.phase]
     status = view.status
     if status is None or not status.started:
@@ -170,6 +216,9 @@ def plain_line(view: View, max_steps: Mapping[str, int], first: Mapping[str, tup
     parts.append(flow_line(status))
     if left := eta_s(view, max_steps, first):
         parts.append(f"about {clock(left)} left")
+    if silent:
+        parts += [f"{model} {queue.fresh_groups} groups queued" for model, queue in status.queues.items()]
+        parts += [f"waiting: {line}" for line in wait_lines(status)[:2]]
     return "  ".join(parts)
 
 
@@ -204,17 +253,19 @@ def process_table(view: View) -> Table:
 
 def policy_table(status: DataflowStatus, max_steps: Mapping[str, int]) -> Table:
     """Progress of each policy."""
-    table = Table("policy", "version", "of", "reward", "loss", "queue", "held", box=None, pad_edge=False)
+    table = Table("policy", "version", "of", "state", "reward", "loss", "queue", "held", "served", box=None, pad_edge=False)
     for trainer in status.trainers:
         queue, steps = status.queues.get(trainer.model_id), status.steps.get(trainer.model_id, {})
         table.add_row(
             trainer.model_id,
             str(trainer.version),
             str(max_steps.get(trainer.model_id, "?")),
+            trainer.state,
             number(steps.get("reward/mean")),
             number(next((value for name, value in steps.items() if name in ("loss/total", "loss/policy", "loss")), None)),
             f"{queue.fresh_groups} groups" if queue else "",
             str(queue.held_groups) if queue else "",
+            f"{queue.served} rows" if queue and queue.served else "",
         )
     return table
 
@@ -235,7 +286,12 @@ def flow_line(status: DataflowStatus) -> str:
 def wait_lines(status: DataflowStatus) -> list[str]:
     """Who waits for whom, longest first."""
     edges = sorted(status.waits, key=lambda edge: -edge.since_s)
-    return [f"{edge.who} for {edge.waits_for} ({edge.why}) since {edge.since_s:.0f} s" for edge in edges if edge.since_s >= 1]
+    return [
+        f"{edge.who} for {edge.waits_for} ({edge.why}) since {edge.since_s:.0f} s"
+        + (f", {edge.deadline_s:.0f} s left" if edge.deadline_s is not None and edge.deadline_s <= NEAR_S else "")
+        for edge in edges
+        if edge.since_s >= SHORT_WAIT_S
+    ]
 
 
 def eval_line(result: EvalResult) -> str:

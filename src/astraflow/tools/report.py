@@ -4,6 +4,7 @@
     outcome.json    exit codes, restarts, what the supervisor saw                               (launch/local.py)
     metrics.jsonl   one line per step and process
     ledger/         the books: the last word on what was made, trained and dropped
+    stall.json      who was stuck, if the run stalled                                           (dataflow/stall.py)
 
 `python -m astraflow.tools.report RUN_DIR` makes the report of an earlier run again.
 """
@@ -18,9 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from astraflow.dataflow.ledger import Ledger
+from astraflow.dataflow.reasons import describe
+from astraflow.dataflow.stall import StallReport, sentence
+from astraflow.dataflow.stall_guard import REPORT as STALL
 from astraflow.protocol.control import DataflowStatus, EvalResult, LedgerCounts, RaaSStatus
 from astraflow.protocol.errors import ConfigError
+from astraflow.tools.logbook import Logbook
 from astraflow.tools.panel import SteadyConsole
 
 T = TypeVar("T")
@@ -97,6 +101,10 @@ class Report(msgspec.Struct, kw_only=True):
     accuracy: dict[str, Curve]
     """Average accuracy per evaluation set over versions, what the trainers noted included (the last one ends with the run)."""
     processes: dict[str, dict[str, Any]]
+    flows: dict[str, dict[str, float]] = {}
+    """Per policy, length and reward of what was generated against what was trained on, and groups spent per trained one."""
+    stuck: list[str] = []
+    """Who was stuck when the run stalled; empty = it did not."""
     restarts: dict[str, int] = {}
     """Whatever was started again, the children of services (engines, senders) among it."""
     events: list[str]
@@ -104,7 +112,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 def started(run_dir: Path) -> bool:
     """Whether there is anything to report: the run made at least one rollout. The ledger knows it of a run too short to be seen."""
-    found = books(run_dir, [])
+    found = books(run_dir)
     return found is not None and found[0].made > 0
 
 
@@ -124,8 +132,11 @@ def build(run_dir: Path) -> Report:
     seen, ended = _read(run_dir / "observed.json", Seen), _read(run_dir / "outcome.json", Ended)
     rows = metric_rows(run_dir / "metrics.jsonl")
     status = seen.status
-    policies = [trainer.model_id for trainer in status.trainers] if status else []
-    ledger, staleness = books(run_dir, policies) or (status.ledger if status else None, status.staleness if status else {})
+    flows: dict[str, dict[str, float]] = {}
+    ledger, staleness = (status.ledger, status.staleness) if status else (None, {})
+    if (found := books(run_dir)) is not None:
+        ledger, staleness, flows = found
+    stall = _stall(run_dir)
     dropped = dict(sorted(ledger.dropped.items())) if ledger else {}
     rollouts = {
         "made": ledger.made if ledger else 0,
@@ -153,6 +164,8 @@ def build(run_dir: Path) -> Report:
         accuracy=accuracies(seen.evals, rows),
         processes={**ended.processes, **senders(rows)},
         restarts=restarts(ended, seen, rows),
+        flows=flows,
+        stuck=[sentence(edge) for edge in stall.roots] if stall is not None else [],
         events=[*ended.events, *seen.events],
     )
 
@@ -169,15 +182,19 @@ def metric_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def books(run_dir: Path, policies: Iterable[str]) -> tuple[LedgerCounts, dict[str, dict[int, int]]] | None:
-    """Counts and staleness histograms from the ledger's own tables; None when there is none."""
+def books(run_dir: Path) -> tuple[LedgerCounts, dict[str, dict[int, int]], dict[str, dict[str, float]]] | None:
+    """Counts, staleness histograms and flows from the ledger's own tables; None when there is none."""
     if not (run_dir / "ledger" / "ledger.sqlite").is_file():
         return None
-    ledger = Ledger(run_dir / "ledger", segment_bytes=1)
+    with Logbook(run_dir) as log:
+        return log.counts(), log.staleness(), log.flows()
+
+
+def _stall(run_dir: Path) -> StallReport | None:
     try:
-        return ledger.counts(), {policy: ledger.staleness(policy) for policy in policies}
-    finally:
-        ledger.close()
+        return msgspec.json.decode((run_dir / STALL).read_bytes(), type=StallReport)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 def count_syncs(lives: Iterable[RaaSStatus]) -> Syncs:
@@ -304,7 +321,11 @@ def lines(report: Report) -> list[tuple[str, str]]:
     out = [("versions", "  ".join(f"{policy} v{version}" for policy, version in report.steps.items()))]
     equation = f"made {counts['made']} = trained {counts['trained']} + dropped {counts['dropped']} + in flight {counts['in_flight']}"
     out.append(("rollouts", equation + ("  (adds up)" if report.adds_up else "  (DOES NOT ADD UP)")))
+    out += [("stuck" if index == 0 else "", edge) for index, edge in enumerate(report.stuck)]
     out.append(("dropped", "  ".join(f"{reason} {count}" for reason, count in report.dropped.items()) or "none"))
+    out += [("", f"{reason}: {describe(reason)}") for reason in report.dropped]
+    for policy, flow in report.flows.items():
+        out += flow_lines(policy, flow)
     for policy, share in report.effective.items():
         out.append((f"effective batch {policy}", f"{share:.0%} of the trained rows carried a gradient"))
     if counts["trained"]:
@@ -327,6 +348,19 @@ def lines(report: Report) -> list[tuple[str, str]]:
     out.append(("exit codes", codes))
     out.append(("restarts", "  ".join(f"{name} {count}" for name, count in report.restarts.items()) or "none"))
     out += [("what happened" if index == 0 else "", event) for index, event in enumerate(report.events[-30:])]
+    return out
+
+
+def flow_lines(policy: str, flow: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What filters, staleness and evictions did to the data."""
+    out = []
+    for word, name in (("generated", "generated"), ("trained on", "trained")):
+        tokens, reward = flow.get(f"rollout/tokens_mean_{name}"), flow.get(f"reward/mean_{name}")
+        if tokens is not None and reward is not None:
+            groups = f"{flow[f'rollout/groups_{name}']:.0f} groups"
+            out.append((f"{word} {policy}", f"{groups}, {tokens:.1f} tokens and reward {reward:.3f} per rollout"))
+    if (spent := flow.get("rollout/groups_per_trained_group")) is not None:
+        out.append(("", f"{spent:.2f} groups for each one trained on; {flow['rollout/effective_groups']:.0f} had different rewards"))
     return out
 
 

@@ -73,6 +73,9 @@ JOBS: dict[str, Job] = {
     "tiny-two-policies": Job("recipes/tiny-two-policies.yaml", (), {**SOUND, "run <= 4 minutes": lambda r: r.wall_s <= 240}),
 }
 
+ALGORITHMS = "data-algorithms"
+"""A job of many runs, and a table in a page: tools/algorithms_evidence.py."""
+
 
 def measure(name: str, job: Job, out: Path) -> bool:
     """Run a job in a scratch directory and keep its numbers; whether all its conditions hold."""
@@ -140,11 +143,17 @@ def say(text: str) -> None:
 
 def main(names: list[str]) -> int:
     """Exit status 0 when everything measured holds."""
+    known = [*JOBS, ALGORITHMS]
     for name in names:
-        if name not in JOBS:
-            sys.stderr.write(f"evidence: {name!r} is no job; known: {', '.join(JOBS)}\n")
+        if name not in known:
+            sys.stderr.write(f"evidence: {name!r} is no job; known: {', '.join(known)}\n")
             return 2
-    shown = [measure(name, JOBS[name], Path("evidence")) for name in names or list(JOBS)]
+    names = names or known
+    shown = [measure(name, JOBS[name], Path("evidence")) for name in names if name in JOBS]
+    if ALGORITHMS in names:
+        from astraflow.tools import algorithms_evidence
+
+        shown.append(algorithms_evidence.main() == 0)
     mean = mean_over_seeds(Path("evidence"))
     if mean is not None:
         shown.append(mean >= SEEDS_MEAN)

@@ -36,7 +36,7 @@ ROW_COLUMNS = (
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """A batch as the trainer works on it: read-only views, whole groups, no padding."""
+    """A batch as the trainer works on it: read-only views, no padding. Members of a group may be in another batch."""
 
     model_id: str
     timeline: int

@@ -182,6 +182,9 @@ class DeadlineConfig(Section, kw_only=True):
     """How long an unreachable Dataflow is called once the trainer is told to end."""
     final_eval_s: AboveZero = 600.0
     """The evaluation after the last step."""
+    stay_s: AboveZero = 604800.0
+    """How long the sender of a trainer that is done stays for rollout services that join while other policies still train; it ends
+    with the run. A week: longer than the others train."""
 
 
 class TrainEngineConfig(Section, kw_only=True):

@@ -1,8 +1,9 @@
-"""The trainer's six calls to Dataflow, each tried again until its deadline: Dataflow may be killed and come back at any line.
+"""The trainer's calls to Dataflow, each tried again until its deadline: Dataflow may be killed and come back at any line.
 
 Dataflow keeps what it was told (the ledger), so repeating a call is harmless: a batch is named by its version, a notice for a
 version that is known already is a duplicate. When the other side is a new process (`incarnation` changed) or knows us no more
-(Conflict), the trainer attaches again at the version it holds, which moves no timeline.
+(Conflict), the trainer attaches again at the version it holds, which moves no timeline. When another process has attached in its
+place (Replaced) it ends: attaching again would only take the place back from the one that works.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from astraflow.protocol.control import (
     ReadyReply,
     Shutdown,
 )
-from astraflow.protocol.errors import Conflict, DeadlinePassed, Retryable
+from astraflow.protocol.errors import Conflict, DeadlinePassed, Replaced, Retryable
 from astraflow.protocol.message import Message
 from astraflow.protocol.routes import DataflowAPI, Route
 from astraflow.trainer.config import DeadlineConfig
@@ -53,6 +54,8 @@ class DataflowLink:
         self.timeline = 0
         self.reattached = 0
         """Times that the trainer attached again to a restarted Dataflow."""
+        self._over = True
+        """Nobody needs this trainer's weights: it never attached, or the run has ended."""
 
     def attach(self, ready: Ready) -> ReadyReply:
         """/ready; keeps the message for later re-attachments (its version, digest and checkpoint are then renewed)."""
@@ -84,6 +87,8 @@ class DataflowLink:
             request = BatchRequest(model_id=model_id, timeline=self.timeline, version=version, wait_s=poll)
             try:
                 reply = self._call(DataflowAPI.batch, request, extra_s=poll)
+            except Replaced:
+                raise
             except Conflict as refusal:
                 self._reattach(str(refusal))
                 continue
@@ -101,6 +106,8 @@ class DataflowLink:
         notice.timeline = self.timeline
         try:
             reply = self._call(DataflowAPI.notify_version, notice)
+        except Replaced:
+            raise
         except Conflict as refusal:
             self._reattach(str(refusal))
             notice.timeline = self.timeline
@@ -129,7 +136,26 @@ class DataflowLink:
 
     def shutdown(self, model_id: str, reason: str) -> None:
         """/shutdown of this trainer."""
-        self._call(DataflowAPI.shutdown, Shutdown(model_id=model_id, reason=reason))
+        self._over = self._call(DataflowAPI.shutdown, Shutdown(model_id=model_id, reason=reason)).run_ended
+
+    def stay(self, model_id: str, look: Callable[[], None]) -> None:
+        """After /shutdown: wait until the run has ended, so that rollout services that join later still find this policy's weights.
+        `look` is called between two polls. Ends early when told to end, when another process takes over, or by `stay_s`."""
+        end = time.monotonic() + self._deadlines.stay_s
+        poll = self._deadlines.batch_poll_s
+        told = False
+        while not self._over and not self._draining() and time.monotonic() < end:
+            request = Shutdown(model_id=model_id, reason="done", wait_s=poll)
+            try:
+                reply = self._call(DataflowAPI.shutdown, request, extra_s=poll)
+            except (Replaced, DeadlinePassed) as error:
+                logger.warning("done, and leaving: %s", error)
+                return
+            self._over = reply.run_ended
+            if not self._over and not told:
+                logger.info("done; the sender stays until %s are done too", ", ".join(reply.waits_for))
+                told = True
+            look()
 
     def close(self) -> None:
         """Close the connections."""

@@ -38,7 +38,7 @@ from astraflow.weights.manager import WeightManager
 
 logger = logging.getLogger(__name__)
 
-EXIT_TRAINED, EXIT_NOTHING, EXIT_USER_ERROR, EXIT_STARVED = 0, 1, 2, 3
+EXIT_TRAINED, EXIT_NOTHING, EXIT_USER_ERROR, EXIT_STALLED = 0, 1, 2, 3
 
 
 class Ended(Exception):
@@ -140,7 +140,7 @@ class AstraFlowPPOTrainer:
             reply = self.link.batch(self.process.model_id, version)
             if reply.kind == "batch" and reply.batch is not None:
                 return reply, ragged(reply.batch)
-            if reply.kind in ("end_of_data", "starved"):
+            if reply.kind in ("end_of_data", "starved", "stalled"):
                 counts = ", ".join(f"{name} {count}" for name, count in sorted(reply.counts.items()))
                 raise Ended(reply.kind, f"{reply.reason or reply.kind}" + (f" ({counts})" if counts else ""))
             if self.stop.is_set():
@@ -278,12 +278,15 @@ class AstraFlowPPOTrainer:
             self.checkpoints.wait()
         if trained and end.kind in ("done", "end_of_data") and self.config.final_eval and self.config.eval_freq > 0:
             self.final_eval()
+        if end.kind == "stalled":  # Dataflow ends by itself, nobody is there to say goodbye to
+            logger.error("%s", end)
+            return EXIT_STALLED
         if trained and end.kind != "drained" and self.config.checkpoint.export:
             self.backend.export(Path(self.process.run_dir) / "export" / self.process.model_id)
         self.leave(end)
         if end.kind == "starved":
             logger.error("starved at version %d: %s", self.progress.version, end)
-            return EXIT_STARVED
+            return EXIT_STALLED
         if not trained and end.kind != "drained":
             logger.error("nothing was trained: %s", end)
             return EXIT_NOTHING

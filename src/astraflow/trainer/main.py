@@ -18,28 +18,29 @@ from astraflow.lib.log import setup_logging
 from astraflow.lib.metrics import Metrics
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.lib.wire import new_identity
-from astraflow.protocol.errors import AstraFlowError, UserError
+from astraflow.protocol.errors import AstraFlowError, Replaced, UserError
 from astraflow.trainer.backends import BACKENDS
 from astraflow.trainer.backends.base import Backend
 from astraflow.trainer.checkpoint import Checkpoints
 from astraflow.trainer.config import TrainerProcess
 from astraflow.trainer.link import DataflowLink
-from astraflow.trainer.loop import EXIT_NOTHING, EXIT_USER_ERROR, AstraFlowPPOTrainer
+from astraflow.trainer.loop import EXIT_NOTHING, EXIT_TRAINED, EXIT_USER_ERROR, AstraFlowPPOTrainer
 from astraflow.weights.manager import WeightManager
 
 logger = logging.getLogger(__name__)
 
 
 def run(process: TrainerProcess) -> int:
-    """Run one trainer until it is done. Exit codes: 0 trained or drained, 1 failed or nothing trained, 2 a mistake of the user,
-    3 starved. SIGTERM and SIGINT drain: finish the step, save, notify, leave.
+    """Run one trainer until it is done. Exit codes: 0 trained or drained, 1 failed or nothing trained, 2 a mistake of the user, or
+    another process trains this policy now (a supervisor that started this one again would only let the two take turns), 3 starved
+    or stalled. SIGTERM and SIGINT drain: finish the step, save, notify, leave.
     """
     setup_logging(f"trainer:{process.model_id}", level=process.log_level)
     stop = threading.Event()
     restore = _drain_on_signals(stop)
     try:
         return run_until(process, stop)
-    except UserError as error:
+    except (UserError, Replaced) as error:
         logger.error("%s", error)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -66,11 +67,15 @@ def run_until(process: TrainerProcess, stop: threading.Event) -> int:
     link = DataflowLink(process.dataflow_url, identity, process.trainer.deadlines, stop.is_set)
     weights = WeightManager(process.model_id, process.weights, identity, run_dir)
     try:
-        return AstraFlowPPOTrainer(process, backend, weights, link, checkpoints, metrics, stop, hashes).run()
+        code = AstraFlowPPOTrainer(process, backend, weights, link, checkpoints, metrics, stop, hashes).run()
+        if code == EXIT_TRAINED:
+            del backend  # only the published bytes are needed from here on, and they lie in shared memory
+            link.stay(process.model_id, weights.check)
+        return code
     finally:
-        code = weights.close()
-        if code is not None:
-            metrics.log(0, {"weights/sender_exit_code": float(code)})  # for the report: the sender is this process's child
+        ended = weights.close()
+        if ended is not None:
+            metrics.log(0, {"weights/sender_exit_code": float(ended)})  # for the report: the sender is this process's child
         link.close()
         metrics.close()
 

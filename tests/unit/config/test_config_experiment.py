@@ -87,6 +87,11 @@ def test_a_contradiction_names_the_field(load: Callable[..., Resolved], override
     assert "\n" not in str(caught.value)
 
 
+def test_batches_of_sequences_need_not_be_whole_groups(load: Callable[..., Resolved]) -> None:
+    resolved = load("trainer.train_batch_size=10", "dataflow.buffer.unit=sequences")
+    assert dataflow_process(resolved).dataflow.buffer.unit == "sequences"
+
+
 def test_g15_training_refuses_temperatures_that_are_none(load: Callable[..., Resolved], case: Callable[[str], dict[str, Any]]) -> None:
     for temperature in case("G15")["input"]["configs_to_reject"]:
         for section in ("workflow", "raas"):

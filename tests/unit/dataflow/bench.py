@@ -15,6 +15,7 @@ import msgspec
 
 from astraflow.dataflow.config import DataflowProcess
 from astraflow.dataflow.service import AstraFlowService
+from astraflow.dataflow.surroundings import MACHINE, Surroundings
 from astraflow.datasets.api import Task
 from astraflow.protocol import codec
 from astraflow.protocol.batch import BatchReply, BatchRequest
@@ -31,19 +32,29 @@ _spec.loader.exec_module(made)
 class Bench:
     """A service whose instance and trainer are this test."""
 
-    def __init__(self, run_dir: Path, n_tasks: int = 100, change: Callable[[DataflowProcess], None] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        n_tasks: int = 100,
+        change: Callable[[DataflowProcess], None] | None = None,
+        batch: int = 4,
+        outside: Surroundings = MACHINE,
+    ) -> None:
         process = DataflowProcess(run_id="r", run_dir=str(run_dir), models=["m"])
         process.workflow.n_samples = 2
         if change is not None:
             change(process)
-        self.service = AstraFlowService(process, [Task(f"t{i}", {"i": i}) for i in range(n_tasks)], {})
+        self.service = AstraFlowService(process, [Task(f"t{i}", {"i": i}) for i in range(n_tasks)], {}, outside)
         self.shelf = self.service.shelf
-        self.timeline = 0
+        self.timeline, self.batch = 0, batch
 
     async def start(self, version: int = 0) -> Bench:
         reply = await self.service.trainers.ready(
-            Ready(model_id="m", train_batch_size=4, sender_endpoint="", version=version, digest=f"d{version}", recovered_version=version)
-        )
+            Ready(
+                model_id="m", train_batch_size=self.batch, sender_endpoint="", version=version, digest=f"d{version}",
+                recovered_version=version,
+            )
+        )  # fmt: skip
         self.timeline = reply.timeline
         self.shelf.pool.register(RegisterRaaS(instance_id="r", url="http://r", models=["m"], total_slots=64, incarnation="one"), 0.0)
         self.serves(version)
@@ -77,7 +88,9 @@ class Bench:
 
     async def back(self, version: int, digest: str = "") -> None:
         """Another trainer process attaches, at what it found in its checkpoint."""
-        message = Ready(model_id="m", train_batch_size=4, sender_endpoint="", version=version, digest=digest, recovered_version=version)
+        message = Ready(
+            model_id="m", train_batch_size=self.batch, sender_endpoint="", version=version, digest=digest, recovered_version=version
+        )
         self.timeline = (await self.service.trainers.ready(message)).timeline
 
     @contextmanager

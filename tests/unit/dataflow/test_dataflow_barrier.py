@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from astraflow.dataflow.barrier import ModelState, VersionBarrier
 from astraflow.protocol.control import NotifyVersion, Ready
-from astraflow.protocol.errors import Conflict
+from astraflow.protocol.errors import Conflict, Replaced
 from astraflow.protocol.rollout import Serving
 
 
@@ -35,9 +35,58 @@ def test_duplicate_and_late_notices_change_nothing() -> None:
     b.ready(ready(), 0.0)
     assert b.notify(notice(1), 1.0).kind == "new"
     assert b.notify(notice(1), 1.0).kind == "duplicate"
-    assert b.notify(notice(3), 2.0).first == 1
+    jump = b.notify(notice(3), 2.0)
+    assert (jump.kind, jump.first, jump.skipped) == ("new", 1, 1), "believed: the weights of that number exist"
     assert b.notify(notice(2), 3.0).kind == "duplicate"
     assert b.models["a"].version == 3
+
+
+def test_other_bytes_under_a_published_version_are_refused_on_the_same_timeline() -> None:
+    b = barrier("a")
+    b.ready(ready(digest="zero"), 0.0)
+    b.notify(notice(1, digest="one"), 0.0)
+    with pytest.raises(Conflict, match="version 1 of timeline 0 was published with digest one, the notice says other"):
+        b.notify(notice(1, digest="other"), 0.0)
+    assert b.models["a"].digests == {0: "zero", 1: "one"}
+    assert b.ready(ready(recovered=1, digest="other"), 0.0).bumped, "attaching again with them is a new timeline"
+
+
+def test_a_trainer_that_was_replaced_is_refused_everywhere_and_its_successor_is_not() -> None:
+    b = barrier("a")
+    first, second = ready(), ready()
+    first.incarnation, second.incarnation = "old", "new"
+    b.ready(first, 0.0)
+    b.claim("a", "old")
+    b.ready(second, 10.0)
+    late = notice(1)
+    late.incarnation = "old"
+    with pytest.raises(Replaced, match="process old, but process new attached later"):
+        b.notify(late, 20.0)
+    with pytest.raises(Replaced):
+        b.claim("a", "old")
+    with pytest.raises(Replaced):
+        b.finish("a", 20.0, "old")
+    assert b.info(20.0)[0].last_seen_s == 10.0, "its calls do not keep the model alive"
+    assert (b.models["a"].version, b.models["a"].done) == (0, False)
+    late.incarnation = "new"
+    assert b.notify(late, 20.0).kind == "new"
+    b.claim("a", "")  # a peer that names no incarnation is believed
+    with pytest.raises(Replaced):
+        b.ready(first, 30.0)  # it takes nothing back, neither now nor with a copy that was long under way
+    third = ready(recovered=1, digest="a1")
+    third.incarnation = "third"
+    assert not b.ready(third, 30.0).bumped, "a new process takes over"
+    with pytest.raises(Replaced):
+        b.claim("a", "new")
+    assert b.finish("a", 30.0, "third")
+    assert not b.finish("a", 30.0, "third"), "the same again changes nothing"
+
+
+def test_the_first_process_is_claimed_by_nobody_before_ready() -> None:
+    b = barrier("a")
+    b.claim("a", "x")
+    with pytest.raises(Conflict, match="before /ready"):
+        b.notify(notice(1), 0.0)
 
 
 def test_ready_again_is_harmless_and_a_lower_version_bumps_the_timeline() -> None:
@@ -122,6 +171,7 @@ def test_the_gate_waits_for_the_slowest_live_policy_and_names_it() -> None:
     b.notify(notice(2), 0.0)
     edge = b.gate(2, "a")[0]
     assert edge.waits_for == "trainer:b"
+    assert edge.until == 100.0, "from then on b counts no more, unless it is heard of"
     assert "version 0 of 'b' must reach 1" in edge.why
     b.notify(notice(1, "b"), 0.0)
     assert not b.gate(2, "a")
@@ -189,3 +239,31 @@ def test_a_name_of_a_batch_is_never_given_twice(actions: list[tuple[str, int]]) 
         if now != names[-1]:
             assert now not in names
             names.append(now)
+
+
+def test_a_late_copy_of_a_ready_takes_no_trainer_back() -> None:
+    b = barrier("a")
+    first = ready(digest="a0")
+    first.incarnation = "p1"
+    b.ready(first, 0.0)
+    for version in (1, 2):
+        published = notice(version)
+        published.incarnation = "p1"
+        b.notify(published, 1.0)
+    late = b.ready(first, 2.0)
+    assert (late.timeline, late.version, late.bumped, late.fresh, late.commit_through) == (0, 2, False, False, None)
+    again = ready(recovered=0, digest="a0", checkpoint=0)
+    again.incarnation = "p1"
+    assert b.ready(again, 3.0).bumped, "the same process may go back to its checkpoint, and says so in other words"
+
+
+def test_what_comes_late_of_a_process_that_was_replaced_takes_nothing_from_its_successor() -> None:
+    b = barrier("a")
+    old, new = ready(digest="a0"), ready(digest="a0")
+    old.incarnation, new.incarnation = "p1", "p2"
+    b.ready(old, 0.0)
+    b.ready(new, 1.0)
+    with pytest.raises(Replaced, match="p2 has taken the place of p1"):
+        b.ready(old, 2.0)
+    assert b.ready(new, 3.0).version == 0
+    assert b.models["a"].incarnation == "p2"

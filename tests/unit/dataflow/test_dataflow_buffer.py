@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.dataflow.buffer import Entry, RolloutBuffer, fresh_enough, pace_room
+from astraflow.dataflow.buffer import Entry, RolloutBuffer, Taken, fresh_enough, pace_room
 from astraflow.dataflow.config import BufferConfig, ReplayConfig
 
 
@@ -14,7 +14,14 @@ def entry(number: int, version: int = 0, places: int = 4, rows: int = 4, spread:
 
 
 def expire(buffer: RolloutBuffer, version: int) -> list[Entry]:
-    return buffer.discard(lambda e: not fresh_enough(version, e.min_version, buffer.config.max_staleness))
+    stale = lambda e: "" if fresh_enough(version, e.min_version, buffer.config.max_staleness) else "stale"  # noqa: E731
+    return [entry for entry, _ in buffer.expire(stale)]
+
+
+def taken(buffer: RolloutBuffer, batch: int, version: int, n: int = 4, *, last: bool = False) -> Taken:
+    found = buffer.take(batch, n, version, last=last)
+    assert found is not None
+    return found
 
 
 def test_staleness_is_inclusive_and_version_zero_counts() -> None:
@@ -30,7 +37,7 @@ def test_edf_orders_by_version_then_arrival_and_fifo_by_arrival() -> None:
         buffer = RolloutBuffer("m", BufferConfig(max_staleness=None, order=order))  # type: ignore[arg-type]
         for number, version in enumerate(versions):
             assert buffer.add(entry(number, version))
-        assert [e.lease_id for e in buffer.take(4, 0, 3)[0]] == expected
+        assert [e.lease_id for e in taken(buffer, 16, 3).fresh] == expected
 
 
 def test_a_full_queue_refuses_and_evicts_nothing_that_is_fresh() -> None:
@@ -76,10 +83,10 @@ def test_replay_mixes_whole_groups_without_a_duplicate_and_repeats_its_choice() 
 
     buffer = filled()
     assert buffer.split(16, 4) == (2, 2)
-    fresh, again = buffer.take(2, 2, 5)
-    ids = [e.lease_id for e in fresh + again]
+    first, second = taken(buffer, 16, 5), taken(filled(), 16, 5)
+    ids = [e.lease_id for e in first.fresh + first.replayed]
     assert len(set(ids)) == 4
-    assert ids == [e.lease_id for part in filled().take(2, 2, 5) for e in part]
+    assert ids == [e.lease_id for e in second.fresh + second.replayed]
     assert buffer.replay_groups == 3
 
 
@@ -103,7 +110,9 @@ def test_prioritised_replay_takes_the_largest_spread() -> None:
     config = BufferConfig(replay=ReplayConfig(ratio=0.5, selection="prioritised", max_staleness=None))
     buffer = RolloutBuffer("m", config)
     buffer.remember([entry(1, spread=0.1), entry(2, spread=0.5), entry(3, spread=0.3)])
-    assert [e.lease_id for e in buffer.take(0, 2, 0)[1]] == ["g2", "g3"]
+    for number in (10, 11):
+        buffer.add(entry(number))
+    assert [e.lease_id for e in taken(buffer, 16, 0).replayed] == ["g2", "g3"]
 
 
 @given(st.data())
@@ -123,15 +132,18 @@ def test_every_group_is_queued_served_expired_or_refused_exactly_once(data: st.D
             number += 1
         elif action == "take":
             ended += [e.lease_id for e in expire(buffer, version)]
-            taken, _ = buffer.take(data.draw(st.integers(1, 4)), 0, version)
-            assert all(fresh_enough(version, e.min_version, limit) for e in taken), "nothing stale is served"
-            keys = [(e.min_version, e.arrival) for e in taken]
+            found = buffer.take(4 * data.draw(st.integers(1, 4)), 4, version, last=True)
+            if found is None:
+                assert not len(buffer)
+                continue
+            assert all(fresh_enough(version, e.min_version, limit) for e in found.fresh), "nothing stale is served"
+            keys = [(e.min_version, e.arrival) for e in found.fresh]
             assert keys == sorted(keys)
             assert all(keys[-1] <= (e.min_version, e.arrival) for e in buffer.entries()) if keys else True
             if data.draw(st.booleans()):
-                buffer.put_back(taken)
+                buffer.put_back(found)
             else:
-                ended += [e.lease_id for e in taken]
+                ended += [e.lease_id for e in found.fresh]
         else:
             version += 1
         assert len(buffer) <= bound
@@ -157,7 +169,7 @@ def test_pace_never_lets_a_group_become_stale(max_staleness: int, groups: int, a
             flight.pop(0)
         elif action == "train" and len(buffer) >= groups:
             assert not expire(buffer, version)
-            buffer.take(groups, 0, version)
+            taken(buffer, batch, version)
             version += 1
         assert len(flight) + len(buffer) <= (max_staleness + 1) * groups
 

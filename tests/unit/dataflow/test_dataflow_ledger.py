@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from astraflow.dataflow.journal import BatchRow, LeaseRow, Result, Settled, ShareResult
+from astraflow.dataflow.journal import BatchRow, LeaseRow, Pick, Result, Settled, ShareResult
 from astraflow.dataflow.ledger import Ledger
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.protocol.errors import AstraFlowError
@@ -32,7 +32,7 @@ def result(number: int, *, lost: int = 0, state: str = "buffered", reason: str =
 
 def batch(version: int, *numbers: int, timeline: int = 0, replayed: tuple[int, ...] = ()) -> BatchRow:
     return BatchRow(
-        policy="m", timeline=timeline, version=version, fresh=[f"g{n:03d}" for n in numbers], replayed=[f"g{n:03d}" for n in replayed]
+        policy="m", timeline=timeline, version=version, fresh=[Pick(f"g{n:03d}") for n in numbers], replayed=[f"g{n:03d}" for n in replayed]
     )
 
 

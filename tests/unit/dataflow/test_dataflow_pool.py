@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.dataflow.leases import LeaseBook
-from astraflow.dataflow.pool import RaaSPool
+from astraflow.dataflow.pool import InstanceRecord, RaaSPool
 from astraflow.dataflow.source import Draw
 from astraflow.datasets.api import Task
 from astraflow.protocol.control import RegisterRaaS
@@ -47,10 +49,69 @@ def test_suspect_gets_no_work_and_only_its_own_status_clears_or_removes_it() -> 
     assert pool.route(4, lambda i: True, 0.0) is None
     pool.answered("r", "one", 1.0)
     assert pool.instances["r"].state == "live"
-    assert not pool.failed("r", "timeout")
+    assert not pool.failed("r", "refused", 1.5)
     pool.answered("r", "one", 2.0)
-    assert not pool.failed("r", "timeout"), "two in a row, not two in all"
-    assert pool.failed("r", "timeout")
+    assert not pool.failed("r", "refused", 3.0), "two in a row, not two in all"
+    assert pool.failed("r", "refused", 4.0)
+
+
+def test_a_late_status_does_not_count_against_an_instance_whose_data_path_works() -> None:
+    pool = live("r")
+    assert pool.heard("r", "one", 100.0)
+    for now in (101.0, 108.0, 115.0):
+        assert not pool.failed("r", "no answer within 5 s", now, late=True), "a saturated machine answers slowly"
+    instance = pool.instances["r"]
+    assert (instance.state, instance.failures, instance.late, instance.last_seen) == ("live", 0, 3, 100.0)
+    assert not pool.failed("r", "no answer within 5 s", 115.1, late=True), "a long poll and a status call ago: no proof of life any more"
+    assert instance.state == "suspect"
+    assert pool.failed("r", "no answer within 5 s", 116.0, late=True)
+
+
+def test_a_refused_connection_counts_whatever_was_heard_before() -> None:
+    pool = live("r")
+    pool.heard("r", "one", 0.0)
+    assert not pool.failed("r", "connection refused", 0.1)
+    assert pool.failed("r", "connection refused", 0.2)
+
+
+def test_an_answer_on_the_data_path_clears_no_suspicion_and_one_of_another_process_is_no_proof() -> None:
+    pool = live("r")
+    pool.suspect("r", "pull failed")
+    assert pool.heard("r", "one", 1.0)
+    assert pool.instances["r"].state == "suspect"
+    assert not pool.heard("r", "two", 2.0)
+    assert pool.instances["r"].last_seen == 1.0
+    assert pool.heard("gone", "one", 1.0), "an instance that left meanwhile is nobody's business"
+
+
+def test_one_suspicion_costs_nothing_and_each_further_one_doubles_the_rest() -> None:
+    pool, now = live("r", "other"), 0.0
+    rests = []
+    for _ in range(9):
+        pool.suspect("r", "pull failed")
+        pool.answered("r", "one", now)
+        rests.append(max(pool.instances["r"].rests_until - now, 0.0))
+        now = max(pool.instances["r"].rests_until, now)
+    assert rests == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    pool.suspect("r", "pull failed")
+    pool.answered("r", "one", now)
+    chosen = {pool.route(4, lambda i: True, now).instance_id for _ in range(8)}  # type: ignore[union-attr]
+    assert chosen == {"other"}, "no new work while it rests"
+    assert pool.share("other", 4, 64, now) == 64, "and nobody waits for its part"
+    assert "no new work for 60 s" in pool.info(now)[0].reason
+    now = pool.instances["r"].rests_until
+    assert {pool.route(4, lambda i: True, now).instance_id for _ in range(8)} == {"r", "other"}  # type: ignore[union-attr]
+    pool.suspect("r", "pull failed")
+    pool.answered("r", "one", now + 301.0)
+    assert pool.instances["r"].suspicions == 1, "forgotten after a calm time"
+
+
+def test_the_only_instance_works_however_often_it_was_suspected() -> None:
+    pool = live("r")
+    for _ in range(5):
+        pool.suspect("r", "pull failed")
+        pool.answered("r", "one", 0.0)
+    assert pool.route(4, lambda i: True, 0.0) is not None
 
 
 def test_a_new_process_under_the_old_name_loses_its_leases_and_must_catch_up() -> None:
@@ -79,14 +140,35 @@ def test_routing_takes_most_free_slots_weighted_and_believes_the_instance() -> N
     assert pool.route(20, lambda i: True, 0.0) is None
 
 
+def test_when_all_are_free_the_choices_are_in_proportion_to_slots_times_weight() -> None:
+    """Whoever is strongest is not always the one: weights 1, 2 and 5 get 1, 2 and 5 of every 8 groups, in any stretch of time."""
+    pool = live("a", "b", "c")
+    for name, weight in zip("abc", (1.0, 2.0, 5.0), strict=True):
+        pool.instances[name].record.weight = weight
+    chosen = [pool.route(4, lambda i: True, 0.0).instance_id for _ in range(800)]  # type: ignore[union-attr]
+    assert Counter(chosen) == {"a": 100, "b": 200, "c": 500}
+    assert all(Counter(chosen[start : start + 8]) == {"a": 1, "b": 2, "c": 5} for start in range(0, 800, 8))
+    pool.instances["c"].record.total_slots = 4
+    again = Counter(pool.route(4, lambda i: True, 0.0).instance_id for _ in range(680))  # type: ignore[union-attr]
+    assert again == {"a": 160, "b": 320, "c": 200}, "16·1 : 16·2 : 4·5"
+
+
+def test_nobody_saves_up_credit_for_a_time_in_which_it_could_take_nothing() -> None:
+    pool = live("a", "b")
+    for _ in range(100):
+        assert pool.route(4, lambda i: i.instance_id == "a", 0.0) is pool.instances["a"]
+    chosen = Counter(pool.route(4, lambda i: True, 0.0).instance_id for _ in range(10))  # type: ignore[union-attr]
+    assert chosen == {"a": 5, "b": 5}
+
+
 def test_no_instance_takes_more_than_its_part_of_what_may_run() -> None:
     pool = live("a", "b", "c")
-    assert [pool.share(name, 8, 64) for name in "abc"] == [24, 24, 24], "whole groups, rounded up"
-    assert pool.share("a", 8, 0) == pool.share("a", 8, 8) == 8, "one group is always allowed: nobody waits for nothing"
+    assert [pool.share(name, 8, 64, 0.0) for name in "abc"] == [24, 24, 24], "whole groups, rounded up"
+    assert pool.share("a", 8, 0, 0.0) == pool.share("a", 8, 8, 0.0) == 8, "one group is always allowed: nobody waits for nothing"
     pool.instances["a"].record.weight = 2.0
-    assert [pool.share(name, 8, 64) for name in "ab"] == [32, 16]
+    assert [pool.share(name, 8, 64, 0.0) for name in "ab"] == [32, 16]
     pool.instances["b"].state = "suspect"
-    assert pool.share("c", 8, 60) == 24, "of the live ones only"
+    assert pool.share("c", 8, 60, 0.0) == 24, "of the live ones only"
 
 
 def test_an_old_word_on_free_slots_does_not_keep_an_idle_instance_idle() -> None:
@@ -111,11 +193,48 @@ def test_reconciliation_finds_what_was_lost_and_what_is_foreign() -> None:
 def test_a_drained_instance_leaves_when_it_holds_nothing() -> None:
     pool = live("r")
     pool.assign("r", "x", 1, 4, 0.0)
-    pool.drain("r", shutdown=True)
+    pool.drain("r", shutdown=True, now=0.0)
     assert pool.route(4, lambda i: True, 0.0) is None
     assert pool.drained() == []
+    pool.instances["r"].unacknowledged = 1
     pool.release("x")
+    assert pool.drained() == [], "it keeps its last result until it knows that it arrived"
+    pool.instances["r"].unacknowledged = 0
     assert pool.drained() == ["r"]
+
+
+def test_a_drained_instance_stays_drained_over_suspicion_and_a_restart_of_dataflow_but_not_as_a_new_process() -> None:
+    pool = live("r")
+    pool.drain("r", shutdown=True, now=0.0)
+    assert pool.suspect("r", "pull failed")
+    assert not pool.suspect("r", "pull failed"), "only the first is news"
+    assert pool.instances["r"].state == "draining"
+    assert pool.drained() == [], "whether it lives is for its status to say"
+    record = msgspec.msgpack.decode(msgspec.msgpack.encode(pool.instances["r"].record), type=InstanceRecord)
+    again = RaaSPool()
+    again.restore(record, 0.0)
+    assert again.instances["r"].state == "suspect"
+    again.answered("r", "one", 1.0)
+    assert (again.instances["r"].state, again.instances["r"].record.shutdown_after) == ("draining", True)
+    again.answered("r", "two", 2.0)
+    assert (again.instances["r"].state, again.instances["r"].record.draining) == ("catching_up", False)
+
+
+def test_slots_heal_by_the_instances_own_word() -> None:
+    pool = live("r")
+    pool.assign("r", "x", 1, 4, 0.0)
+    assert pool.instances["r"].free(0.0) == 12, "optimistic: nothing was asked"
+    pool.reported("r", 8, 0.0)
+    pool.assign("r", "y", 1, 4, 0.1)
+    assert pool.instances["r"].free(0.2) == 4, "its word, and what was sent since"
+    pool.reported("r", 32, 1.0, total_slots=40)
+    assert pool.instances["r"].free(1.0) == 32, "it has more slots than when it registered"
+    pool.reported("r", 4, 1.0, total_slots=4)
+    assert pool.instances["r"].free(1.0) == 0, "an engine less: what runs there is too much for it, and nothing is free"
+    pool.reported("r", 32, 1.0, total_slots=40)
+    pool.release("x")
+    pool.release("y")
+    assert pool.instances["r"].free(9.0) == 40
 
 
 def draw(number: int) -> Draw:

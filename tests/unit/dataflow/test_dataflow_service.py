@@ -12,6 +12,7 @@ import pytest
 
 from astraflow.dataflow.fleet import Peer
 from astraflow.lib.wire import new_identity
+from astraflow.lib.wire_client import Client
 from astraflow.protocol import codec
 from astraflow.protocol.batch import BatchRequest
 from astraflow.protocol.control import Ready
@@ -293,7 +294,7 @@ def test_an_instance_that_leaves_twice_at_once_leaves_once(tmp_path: Path) -> No
 
 def test_a_peer_that_left_the_pool_is_unavailable_and_no_bug_of_ours() -> None:
     async def scene() -> None:
-        peer = Peer("http://127.0.0.1:9", new_identity("r"))
+        peer = Peer(Client("http://127.0.0.1:9", new_identity("r")))
         await peer.close()
         with pytest.raises(Unavailable, match="left the pool"):
             await peer.call(RaaSAPI.status, timeout_s=1.0)

@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow.dataflow.policies.curate import AcceptAll
-from astraflow.dataflow.source import TaskSource
+from astraflow.dataflow.source import FORCED_AFTER, TaskSource
 from astraflow.datasets.api import Task
 
 
@@ -15,15 +14,22 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"t{i}", {"i": i}) for i in range(count)]
 
 
-class Nothing(AcceptAll):
-    def accepts(self, task_id: str, epoch: int) -> bool:
-        return False
+def every(task_id: str, number: int) -> bool:
+    return True
+
+
+def nothing(task_id: str, number: int) -> bool:
+    return False
+
+
+def every_third(task_id: str, number: int) -> bool:
+    return number % 3 == 0
 
 
 def test_draws_by_steps_differ_by_at_most_one(case: Any) -> None:
     given_, expected = case("G25")["input"], case("G25")["expected"]["values"]
     source = TaskSource(tasks(given_["dataset_prompts"]), seed=0)
-    counts = Counter(source.draw(AcceptAll()).task.task_id for _ in range(5 * given_["batch"]))  # type: ignore[union-attr]
+    counts = Counter(source.draw(every).task.task_id for _ in range(5 * given_["batch"]))  # type: ignore[union-attr]
     assert sum(counts.values()) == expected["by_steps"]["prompts_drawn"]
     assert sorted(Counter(counts.values()).items()) == [
         (2, expected["by_steps"]["prompts_drawn_2_times"]),
@@ -31,31 +37,60 @@ def test_draws_by_steps_differ_by_at_most_one(case: Any) -> None:
     ]
 
 
-def test_one_epoch_uses_every_task_once_and_then_ends() -> None:
+def test_one_epoch_uses_every_task_once_and_then_ends(case: Any) -> None:
+    expected = case("G25")["expected"]["values"]["one_epoch"]
     source = TaskSource(tasks(30), seed=1, epochs=1)
     drawn = []
-    while (draw := source.draw(AcceptAll())) is not None:
+    while (draw := source.draw(every)) is not None:
         drawn.append(draw.index)
-    assert sorted(drawn) == list(range(30))
+    assert len(drawn) == expected["groups_total"]
+    assert set(Counter(drawn).values()) == {expected["each_prompt_used"]}
     assert source.exhausted
 
 
-@given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 40))
-def test_a_restored_position_goes_on_as_if_nothing_had_happened(size: int, before: int, after: int) -> None:
+@given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 40), st.sampled_from([every, every_third, nothing]))
+def test_a_restored_position_goes_on_as_if_nothing_had_happened(size: int, before: int, after: int, wants: Any) -> None:
     whole = TaskSource(tasks(size), seed=5)
-    expected = [whole.draw(AcceptAll()) for _ in range(before + after)]
+    expected = [whole.draw(wants) for _ in range(before + after)]
     first = TaskSource(tasks(size), seed=5)
     for _ in range(before):
-        first.draw(AcceptAll())
+        first.draw(wants)
     second = TaskSource(tasks(size), seed=5)
     second.state = first.state
-    assert [second.draw(AcceptAll()) for _ in range(after)] == expected[before:]
+    assert [second.draw(wants) for _ in range(after)] == expected[before:]
+    assert second.state == whole.state
 
 
-def test_a_curator_that_refuses_everything_does_not_stop_the_run() -> None:
-    source = TaskSource(tasks(3), seed=0)
-    assert source.draw(Nothing()) is not None
-    assert (source.state.drawn, source.state.skipped) == (1, 2)
+def test_a_task_is_taken_unasked_after_256_refusals_in_a_row_and_no_call_asks_more() -> None:
+    source, asked = TaskSource(tasks(1000), seed=0, shuffle=False), [0]
+
+    def refuse(task_id: str, number: int) -> bool:
+        assert number == source.state.skipped + source.state.drawn == source.looked
+        asked[0] += 1
+        return False
+
+    drawn = [source.draw(refuse) for _ in range(3)]
+    assert [draw.index for draw in drawn if draw is not None] == [256, 513, 770]
+    assert asked[0] == 3 * FORCED_AFTER == 768
+    assert (source.state.drawn, source.state.skipped, source.state.forced) == (3, 768, 3)
+
+
+def test_refusals_are_counted_in_a_row_over_epochs_and_a_wanted_task_ends_the_row() -> None:
+    source = TaskSource(tasks(100), seed=0, shuffle=False)
+    first = source.draw(lambda task_id, number: number == 200)
+    assert first is not None
+    assert (first.epoch, first.index, source.state.refused_in_row) == (2, 0, 0)
+    assert (source.state.skipped, source.state.forced) == (200, 0)
+    forced = source.draw(nothing)
+    assert forced is not None
+    assert (forced.epoch, forced.index) == (4, 57), "201 looked at, then 256 refused"
+    assert (source.state.skipped, source.state.forced) == (456, 1)
+
+
+def test_a_source_whose_every_task_is_refused_still_ends_after_its_epochs() -> None:
+    source = TaskSource(tasks(10), seed=0, epochs=3)
+    assert source.draw(nothing) is None
+    assert (source.exhausted, source.state.skipped, source.state.drawn) == (True, 30, 0)
 
 
 def test_a_recovered_lease_finds_its_task_only_if_it_is_still_the_same() -> None:

@@ -76,6 +76,44 @@ def test_a_mistake_of_the_user_or_a_starved_trainer_is_not_tried_again(code: int
     assert (run.phase, run.exit_code()) == ("over", exit_code)
 
 
+STALL = "stalled: nothing moved for 3600 s; groups waits for raas:raas-0 since 3600 s: 6 leases run there"
+
+
+def test_a_stalled_dataflow_is_not_tried_again_and_its_verdict_is_that_of_the_run() -> None:
+    run = book()
+    assert run.exited("dataflow", 3, 1.0, STALL) == []
+    assert run.phase == "ending"
+    run.exited("raas-0", 0, 2.0)
+    run.exited("raas-1", 1, 2.0)
+    assert run.tick(20.9) == [], "they were told by Dataflow, and end by themselves"
+    (end,) = run.tick(21.0)
+    assert isinstance(end, Terminate)
+    assert end.names == ("trainer-a",)
+    run.exited("trainer-a", -9, 22.0)
+    assert (run.phase, run.exit_code(), run.failure) == ("over", 3, STALL)
+    assert run.processes["raas-1"].restarts == 0
+    assert run.processes["dataflow"].restarts == 0
+
+
+def test_a_trainer_that_was_told_of_the_stall_leaves_dataflow_the_time_to_end_by_itself() -> None:
+    run = book()
+    assert run.exited("trainer-a", 3, 1.0, STALL) == []
+    assert run.phase == "leaving"
+    run.exited("raas-0", 0, 2.0)
+    run.exited("raas-1", 0, 2.0)
+    assert run.exited("dataflow", 3, 3.0, STALL) == []
+    assert (run.phase, run.exit_code(), run.failure) == ("over", 3, STALL)
+
+
+def test_a_stall_that_comes_to_light_while_the_run_stops_is_still_the_reason() -> None:
+    run = book()
+    run.exited("raas-0", 2, 1.0, "raas.slots: …")
+    run.exited("dataflow", 3, 2.0, STALL)
+    for name in ("raas-1", "trainer-a"):
+        run.exited(name, -15, 2.0)
+    assert (run.phase, run.exit_code(), run.failure) == ("over", 3, STALL)
+
+
 def test_ctrl_c_drains_the_trainers_and_the_run_succeeds() -> None:
     run = book()
     assert run.interrupted(10.0) == [Terminate(("trainer-a",), 70.0, "drain")]
@@ -139,6 +177,16 @@ def test_a_rollout_service_that_outlives_the_run_is_terminated() -> None:
     assert "raas-1 did not end without being asked" in run.events[-1]
     run.exited("raas-1", -9, 11.0)
     assert (run.phase, run.exit_code()) == ("over", 1)
+
+
+def test_a_rollout_service_that_outlives_the_run_is_asked_soon_also_when_dataflow_ended_before_the_last_trainer() -> None:
+    run = book()
+    run.exited("dataflow", 0, 1.0)
+    run.exited("raas-0", 0, 1.0)
+    assert run.phase == "ending"
+    run.exited("trainer-a", 0, 3.0)
+    assert run.tick(7.9) == []
+    assert run.tick(8.0) == [Terminate(("raas-1",), 13.0, "end of the run")], "5 s after the trainer, not end_s after Dataflow"
 
 
 def test_a_dataflow_that_outlives_its_trainers_is_terminated_with_the_rest() -> None:

@@ -146,3 +146,20 @@ def test_an_error_fits_on_one_line() -> None:
     assert one_line(Unavailable("a\n b")) == "a b"
     assert one_line(ValueError("x")) == "ValueError: x"
     assert one_line(TimeoutError()) == "TimeoutError"
+
+
+def test_a_noted_wait_keeps_its_age_until_it_waits_for_somebody_else_or_is_over() -> None:
+    now = [100.0]
+    waits = Waits(clock=lambda: now[0])
+    waits.note("eval", "trainer:a", "version 3", 30.0)
+    now[0] = 110.0
+    waits.note("eval", "trainer:a", "version 3, still", 20.0)
+    (edge,) = waits.edges()
+    assert (edge.who, edge.waits_for, edge.why, edge.since_s, edge.deadline_s) == ("eval", "trainer:a", "version 3, still", 10.0, 20.0)
+    waits.note("eval", "raas:r", "results")
+    now[0] = 112.0
+    with waits.waiting("submit", "eval", "held"):
+        assert [(e.who, e.since_s, e.deadline_s) for e in waits.edges()] == [("eval", 2.0, None), ("submit", 0.0, None)]
+    waits.over("eval")
+    waits.over("eval")
+    assert waits.edges() == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -159,3 +160,38 @@ def test_a_socketpair_reaches_the_child() -> None:
         assert ours.recv(4) == b"gnip"
         assert child.wait(20) == 0
     assert os.getpid() != child.pid
+
+
+HEAPS = """
+import ctypes, re, sys, threading
+from astraflow.lib.proc import limit_arenas
+if sys.argv[2] != "0":
+    limit_arenas(int(sys.argv[2]))
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+meet = threading.Barrier(8)
+def allocate():
+    meet.wait()
+    libc.malloc(1000)
+    meet.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = libc.fopen(sys.argv[1].encode(), b"w")
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not glibc")
+def test_threads_share_a_limited_number_of_heaps(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    heaps = []
+    for limit in (0, 2):
+        report = tmp_path / str(limit)
+        subprocess.run([sys.executable, "-c", HEAPS, str(report), str(limit)], check=True, timeout=60, env=environment)
+        heaps.append(report.read_text().count("<heap nr="))
+    assert heaps[1] <= 2 < heaps[0]

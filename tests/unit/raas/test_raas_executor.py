@@ -304,6 +304,28 @@ def test_a_cancelled_lease_leaves_nothing_and_may_come_again(rig: MakeRig) -> No
     run(test)
 
 
+def test_a_reset_cancels_training_names_it_and_delivers_nothing_of_it_later(rig: MakeRig) -> None:
+    async def test() -> None:
+        made = rig()
+        made.register(workflow="test_raas_moody")
+        hanging = made.lease("running", n=2, data={"mood": "hang"})
+        made.executor.submit([made.lease("finished", data={"mood": "fine"})])
+        (finished,) = (await made.executor.pull(Pull(wait_s=5.0), ""))[0]
+        made.executor.submit([hanging])
+        made.executor.submit([made.lease("of the evaluation", data={"mood": "hang"})], "lane")
+        await asyncio.sleep(0)
+        assert await made.executor.reset_training(5.0) == ["running"]
+        assert not [task for task in made.executor._episodes if task.get_name() == "episode running" and not task.done()]
+        assert {held.lease_id: held.state for held in made.executor.slots.listing()} == {"finished": "done", "of the evaluation": "running"}
+        assert await made.executor.reset_training(5.0) == [], "nothing is cancelled twice"
+        again, _ = await made.executor.pull(Pull(wait_s=0.0), "")
+        assert [delivery.lease_id for delivery in again] == [finished.lease_id], "what was finished is still handed out"
+        assert [v.verdict for v in made.executor.submit([hanging])] == ["accepted"], "the same attempt runs again"
+        await made.tasks.stop()
+
+    run(test)
+
+
 def test_a_higher_attempt_replaces_a_waiting_result(rig: MakeRig) -> None:
     async def test() -> None:
         made = rig()

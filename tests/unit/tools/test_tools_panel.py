@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from astraflow.protocol.batch import WaitEdge
-from astraflow.protocol.control import DataflowStatus, EvalResult, LedgerCounts, QueueInfo, TrainerInfo
+from astraflow.protocol.control import DataflowStatus, Drop, EvalResult, InstanceInfo, LedgerCounts, QueueInfo, TrainerInfo
 from astraflow.protocol.rollout import Serving
 from astraflow.tools.panel import Panel, ProcessRow, View, clock, eta_s, plain_line, status_view
 
@@ -91,10 +92,52 @@ def test_the_time_left_is_that_of_the_slowest_policy() -> None:
     assert (clock(187), clock(3661)) == ("3:07", "1:01:01")
 
 
-def test_status_shows_waits_and_pool() -> None:
+def test_a_long_silence_without_a_terminal_says_the_queue_and_who_waits_for_whom() -> None:
+    lines = shown(view(1, 10.0), view(1, 39.0), view(1, 40.0), view(1, 69.0), view(1, 70.0), view(2, 71.0)).splitlines()
+    assert len(lines) == 4
+    assert all("default 3 groups queued  waiting: trainer:default for groups (batch 4) since 7 s" in line for line in lines[1:3])
+    assert not any("waiting" in line for line in (lines[0], lines[3]))
+
+
+def test_status_shows_everything_on_one_page() -> None:
+    now = status(3)
+    now.instances = [
+        InstanceInfo(
+            instance_id="raas-0", url="http://r:1", incarnation="i", state="suspect", total_slots=8, free_slots=4, in_flight=4, failures=1,
+            last_seen_s=12, models=["default"], serving={"default": Serving(timeline=0, version=2, digest="")}, reason="pull: refused",
+        )
+    ]  # fmt: skip
+    now.waits = [
+        WaitEdge(who="groups", waits_for="raas:raas-0", why="6 leases run there", since_s=31, deadline_s=569),
+        WaitEdge(who="trainer:default", waits_for="groups", why="batch 4", since_s=7, deadline_s=3500),
+        WaitEdge(who="dataflow:submit", waits_for="raas", why="a moment", since_s=0.2),
+    ]
+    now.idle_s, now.stall_s = 31.0, 3600.0
+    now.steps["default"]["time/step_s"] = 2.0
+    now.recent_drops = [Drop(lease_id="l-7", task_id="t7", policy="default", reason="stale")]
     out = io.StringIO()
-    Console(file=out, width=160).print(status_view(status(3)))
-    assert "waiting: trainer:default for groups" in out.getvalue()
+    Console(file=out, width=160).print(status_view(now, {"default": 40}))
+    text = out.getvalue()
+    for part in (
+        "about 1:14 left",
+        "nothing moved for 31 s, stalled at 3600 s",
+        "default  3        40  live",
+        "raas-0           suspect  default v2  4/8   12 s ago  http://r:1  pull: refused",
+        "dropped: stale 8",
+        "newest drop: l-7 t7 default: stale",
+        "waiting: groups for raas:raas-0 (6 leases run there) since 31 s, 569 s left",
+        "waiting: trainer:default for groups (batch 4) since 7 s\n",
+    ):
+        assert part in re.sub(" +\n", "\n", text), text
+    assert "a moment" not in text
+    assert text.index("raas:raas-0") < text.index("batch 4"), "longest first"
+
+
+def test_without_an_instance_or_a_plan_status_says_so() -> None:
+    out = io.StringIO()
+    Console(file=out, width=160).print(status_view(status(3), {}))
+    assert "no rollout service is registered" in out.getvalue()
+    assert "left" not in out.getvalue()
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from astraflow.dataflow.stall import make_report
 from astraflow.launch.local import Outcome
 from astraflow.launch.watch import Observed
 from astraflow.lib.metrics import Metrics
+from astraflow.protocol.batch import WaitEdge
 from astraflow.protocol.control import Availability, DataflowStatus, EngineStatus, EvalResult, LedgerCounts, RaaSStatus, TrainerInfo
 from astraflow.protocol.errors import ConfigError
 from astraflow.protocol.rollout import Serving
@@ -164,3 +166,30 @@ def test_a_run_without_rollouts_has_nothing_to_report(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no observed\.json"):
         report.build(tmp_path)
+
+
+def test_a_stalled_run_says_who_was_stuck_first_of_all(run_dir: Path) -> None:
+    now = status()
+    now.waits = [WaitEdge(who="groups", waits_for="raas:raas-0", why="6 leases run there", since_s=31)]
+    stalled = make_report(now, 31.0, 30.0)
+    (run_dir / "stall.json").write_bytes(msgspec.json.encode(stalled))
+    outcome = Outcome(exit_code=3, failure=stalled.summary, drained=False, wall_s=90.0, processes={}, events=[])
+    (run_dir / "outcome.json").write_bytes(msgspec.json.encode(outcome))
+    out = io.StringIO()
+    report.show(report.build(run_dir), Console(file=out, width=200, soft_wrap=True))
+    assert "r-1: FAILED: stalled: nothing moved for 31 s; groups waits for raas:raas-0 since 31 s: 6 leases run there" in out.getvalue()
+    assert "stuck                  groups waits for raas:raas-0 since 31 s: 6 leases run there\n" in out.getvalue()
+
+
+def test_the_flow_of_groups_is_two_rows_that_can_be_compared() -> None:
+    flow = {
+        "rollout/tokens_mean_generated": 30.25, "reward/mean_generated": 0.5, "rollout/groups_generated": 12.0,
+        "rollout/tokens_mean_trained": 12.5, "reward/mean_trained": 0.75, "rollout/groups_trained": 4.0,
+        "rollout/groups_per_trained_group": 3.0, "rollout/effective_groups": 4.0,
+    }  # fmt: skip
+    assert report.flow_lines("m", flow) == [
+        ("generated m", "12 groups, 30.2 tokens and reward 0.500 per rollout"),
+        ("trained on m", "4 groups, 12.5 tokens and reward 0.750 per rollout"),
+        ("", "3.00 groups for each one trained on; 4 had different rewards"),
+    ]
+    assert report.flow_lines("m", {"rollout/groups_generated": 3.0, "rollout/groups_trained": 0.0}) == []

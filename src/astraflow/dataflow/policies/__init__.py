@@ -10,11 +10,20 @@ FILTERS = Registry(
         "keep_all": "astraflow.dataflow.policies.admit:KeepAll",
         "filter_zero_adv": "astraflow.dataflow.policies.admit:FilterZeroAdvantage",
         "reward_band": "astraflow.dataflow.policies.admit:RewardBand",
+        "complete_only": "astraflow.dataflow.policies.admit:CompleteOnly",
     },
 )
 """Which complete groups are trained on."""
 
-CURATORS = Registry("curators", {"accept_all": "astraflow.dataflow.policies.curate:AcceptAll"})
+CURATORS = Registry(
+    "curators",
+    {
+        "accept_all": "astraflow.dataflow.policies.curate:AcceptAll",
+        "filter_solved": "astraflow.dataflow.policies.curate:FilterSolved",
+        "greso": "astraflow.dataflow.policies.greso:Greso",
+        "curriculum": "astraflow.dataflow.policies.curriculum:Curriculum",
+    },
+)
 """Which prompts are submitted."""
 
 SHAPERS = Registry(

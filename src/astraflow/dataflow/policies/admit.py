@@ -25,9 +25,15 @@ class RewardBand:
 
     def __init__(self, low: float, high: float) -> None:
         if not low <= high:
-            raise ConfigError(f"dataflow.policies.filter: reward_band low {low} is above high {high}")
+            raise ConfigError(f"low {low:g} is above high {high:g}")
         self._low, self._high = low, high
 
     def reject(self, policy: str, stats: GroupStats) -> str:
-        mean = sum(stats.values.values()) / max(len(stats.values), 1)
-        return "" if self._low <= mean <= self._high else "reward_band"
+        return "" if self._low <= stats.raw_mean <= self._high else "reward_band"
+
+
+class CompleteOnly:
+    """Drop groups with a member that failed or has no score; without this filter what is scored is trained on."""
+
+    def reject(self, policy: str, stats: GroupStats) -> str:
+        return "" if stats.size == stats.n_samples else "partial"
