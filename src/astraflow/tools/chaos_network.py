@@ -71,7 +71,7 @@ class Endpoint:
 class _Call:
     """One request on its way."""
 
-    caller: str
+    owner: Process
     url: str
     name: str
     route: Route[Any, Any]
@@ -79,6 +79,10 @@ class _Call:
     answer: asyncio.Future[str | tuple[str, bytes]]
     """Why the connection broke, or (name of the error or empty, body)."""
     fate: Fate
+
+    @property
+    def caller(self) -> str:
+        return self.owner.name
 
 
 class Network:
@@ -113,6 +117,8 @@ class Network:
             call.answer.set_result(answer)
 
     def _arrive(self, call: _Call, endpoint: Endpoint | None, first: bool) -> None:
+        if call.fate.kind in ("late", "twice") and not call.owner.alive:
+            return  # its connection died with it; what is only milliseconds old may still be read
         if self._fates.cut(call.url, call.caller):
             self._settle(call, "no route")
         elif endpoint is None or not endpoint.process.alive:
@@ -179,7 +185,7 @@ class SimClient:
         assert owner is not None, "the world itself makes no calls"
         message.run_id, message.incarnation = self.identity.run_id, self.identity.incarnation
         name = route.path.strip("/")
-        call = _Call(owner.name, self.url, name, route, codec.encode(message), self._loop.create_future(), self._fates.fate(name))
+        call = _Call(owner, self.url, name, route, codec.encode(message), self._loop.create_future(), self._fates.fate(name))
         self._network.send(call)
         try:
             async with asyncio.timeout(timeout_s):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from astraflow.dataflow.fleet import Peer
+from astraflow.dataflow.shelf import Pulse
 from astraflow.lib.wire import new_identity
 from astraflow.lib.wire_client import Client
 from astraflow.protocol import codec
@@ -298,5 +299,25 @@ def test_a_peer_that_left_the_pool_is_unavailable_and_no_bug_of_ours() -> None:
         await peer.close()
         with pytest.raises(Unavailable, match="left the pool"):
             await peer.call(RaaSAPI.status, timeout_s=1.0)
+
+    run(scene)
+
+
+def test_a_pulse_wakes_everybody_in_the_order_in_which_they_wait_and_a_wait_ends_by_its_time() -> None:
+    async def scene() -> None:
+        pulse, woken = Pulse(), list[int]()
+
+        async def waiter(number: int) -> None:
+            await pulse.wait(60.0)
+            woken.append(number)
+
+        tasks = [asyncio.ensure_future(waiter(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        pulse.fire()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert woken == [0, 2]
+        await pulse.wait(0.001)  # nobody fires
+        pulse.fire()
 
     run(scene)
