@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("astraflow", deadline=None)  # a busy machine is no failure
+settings.register_profile("astraflow", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 settings.load_profile("astraflow")
 DATA = Path(__file__).parent / "data"
 

@@ -31,7 +31,7 @@ from astraflow.protocol.routes import DataflowAPI
 ROOT = Path(__file__).parents[2]
 FLOW = Path(__file__).parent
 POLL_S = 0.05
-GONE_S = 20.0
+GONE_S = 60.0
 """Children die with their parent; the kernel needs a moment."""
 STATES = {"leased", "rolled", "buffered", "served", "trained", "dropped"}
 
@@ -165,7 +165,7 @@ class Run:
             url = (self.run_dir / "dataflow.url").read_text().strip()
             if self._client is None or self._client[0] != url:
                 self._client = url, SyncClient(url, new_identity(""))
-            found = self._client[1].call(DataflowAPI.status, timeout_s=5.0)
+            found = self._client[1].call(DataflowAPI.status, timeout_s=20.0)
         except (FileNotFoundError, AstraFlowError):
             return None
         for instance in found.instances:
@@ -201,11 +201,16 @@ class Run:
     def kill(self, name: str) -> int:
         """kill -9 of one process, by its pid; `sender of trainer-x` is the trainer's child, `engine of raas-0` the service's."""
         kind, _, owner = name.rpartition(" of ")
-        pid = self.pids()[owner]
-        if kind:
-            pid = next(child for child in children_of(pid) if kind in " ".join(command_of(child)))
-        os.kill(pid, signal.SIGKILL)
-        return pid
+        end = time.monotonic() + GONE_S
+        while True:  # the kernel's list of children may miss one while others come and go
+            pid = self.pids().get(owner)
+            if kind and pid is not None:
+                pid = next((child for child in children_of(pid) if kind in " ".join(command_of(child))), None)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                return pid
+            assert time.monotonic() < end, f"there is no {name}\n{self.text}"
+            time.sleep(POLL_S)
 
     def kill_pid(self, pid: int) -> bool:
         """kill -9 of a child of the supervisor; False when it had ended by itself."""

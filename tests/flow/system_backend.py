@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from system_observer import note, row_name
+from system_observer import DIRECTORY, GO, note, row_name
 
 from astraflow.trainer.backends.base import TrainState
 from astraflow.trainer.backends.local import LocalBackend
@@ -42,6 +43,8 @@ class RememberingBackend(LocalBackend):
         ]
         step = {"policy": batch.model_id, "timeline": batch.timeline, "version": batch.version, "rows": rows}
         note(f"steps-{batch.model_id}", step | {"trajectories": len(np.unique(batch.rows["trajectory_index"]))})
+        while batch.version == self.config.max_steps - 1 and not (Path(os.environ[DIRECTORY]) / GO).exists():
+            time.sleep(0.02)
         values = super().train_step(batch, before_update)
         self.lineage = [*(self.lineage or []), step]
         return values

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from system import POLL_S, Books, Run, Stage, cpu_s, started_ago_s
+from system_observer import GO
 
 POLICY = "solver"
 BATCH, N_SAMPLES, STEPS, MAX_STALENESS = 16, 4, 10, 2
@@ -112,6 +113,10 @@ def play(stage: Stage, seed: int) -> Ended:
     dead: set[int] = set()
     while run.process.poll() is None:
         assert time.monotonic() < end, f"seed {seed}: no end after {ended.killed}; then would come {to_do}\n{run.text}"
+        if not to_do or any(step["version"] == STEPS - 1 for step in lines(ended.observed / f"steps-{POLICY}.jsonl")):
+            to_do.clear()  # a moment that has not come by the last step does not come any more
+            ended.observed.mkdir(exist_ok=True)
+            (ended.observed / GO).touch()
         pids = {name: pid for name, pid in run.pids().items() if pid not in dead}  # the killed one is seen for a moment still
         if asleep and pids.get("dataflow", asleep) != asleep and (status := run.status()) is not None:
             ended.serves_again_cpu_s.append(cpu_s(pids["dataflow"]))

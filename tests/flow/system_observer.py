@@ -22,6 +22,8 @@ from astraflow.raas.outbox import Outbox
 
 DIRECTORY = "OBSERVED_DIR"
 """Environment variable: where the observers of a run write."""
+GO = "go"
+"""File in that directory: the last step of a RememberingBackend waits for it, so that no kill comes after the end of its run."""
 Array = npt.NDArray[Any]
 
 

@@ -44,7 +44,7 @@ def environment(**own: str) -> dict[str, str]:
 
 def astraflow(*arguments: str | Path, **own: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "astraflow", *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment(**own), cwd=ROOT, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, env=environment(**own), cwd=ROOT, check=False)
 
 
 def left_running(tmp_path: Path) -> list[str]:
@@ -62,6 +62,14 @@ def left_running(tmp_path: Path) -> list[str]:
     return found
 
 
+def nothing_left(tmp_path: Path) -> None:
+    """Children die with their parent; the kernel needs a moment."""
+    end = time.monotonic() + 30
+    while left := left_running(tmp_path):
+        assert time.monotonic() < end, f"left running: {left}"
+        time.sleep(0.05)
+
+
 def refused(done: subprocess.CompletedProcess[str], tmp_path: Path, *said: str) -> None:
     errors = [line for line in done.stderr.splitlines() if line.startswith("astraflow: error: ")]
     assert done.returncode == 2, done.stdout + done.stderr
@@ -69,7 +77,7 @@ def refused(done: subprocess.CompletedProcess[str], tmp_path: Path, *said: str) 
     for part in said:
         assert part in errors[0]
     assert "Traceback" not in done.stderr + done.stdout
-    assert left_running(tmp_path) == []
+    nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -130,20 +138,20 @@ def guarded(recipe: Path, tmp_path: Path) -> Iterator[str]:
     argv = [sys.executable, "-m", "astraflow", "dataflow", "--config", str(recipe)]
     process = subprocess.Popen(argv, env=environment(ASTRAFLOW_TOKEN="right"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 30
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
         with SyncClient(url, new_identity("", "right")) as client:
             while True:
                 try:
-                    client.call(DataflowAPI.status, timeout_s=2)
+                    client.call(DataflowAPI.status, timeout_s=20)
                     break
                 except Unavailable:
                     assert process.poll() is None, process.communicate()[1]
-                    assert time.monotonic() < end, "Dataflow did not answer within 30 s"
+                    assert time.monotonic() < end, "Dataflow did not answer within 60 s"
                     time.sleep(0.05)
         yield url
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def test_a_wrong_token_is_said_by_every_verb_that_calls(guarded: str, recipe: Path, tmp_path: Path) -> None:

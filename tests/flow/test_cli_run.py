@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from system import ROOT, SCRIPTED, TWO_POLICIES, Run, Stage, instance, version
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ENDLESS = (*SCRIPTED, "trainer.max_steps=1000", "trainer.eval_freq=0")
 
 
@@ -70,7 +71,9 @@ def test_a_closed_terminal_drains_the_run(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(argv, env=clean, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
-    threading.Thread(target=drink, args=(ours,), daemon=True).start()
+    closed = threading.Event()
+    drinker = threading.Thread(target=drink, args=(ours, closed), daemon=True)
+    drinker.start()
     run = Run(run_dir, process, tmp_path / "none")
     try:
         end = time.monotonic() + DEADLINE_S
@@ -78,20 +81,25 @@ def test_a_closed_terminal_drains_the_run(tmp_path: Path) -> None:
             assert process.poll() is None
             assert time.monotonic() < end, "no step was made"
             time.sleep(0.05)
-        os.close(ours)
+        closed.set()
+        drinker.join(DEADLINE_S)
         process.send_signal(signal.SIGHUP)  # what the kernel does when the terminal is the session's own
         assert run.end(DEADLINE_S) == 0
         assert run.report["drained"]
         assert run.report["adds_up"]
         run.nothing_left()
     finally:
+        closed.set()
         run.close()
 
 
-def drink(descriptor: int) -> None:
-    """Read a terminal until it is closed, so that its writer never blocks."""
+def drink(descriptor: int, closed: threading.Event) -> None:
+    """Read a terminal, so that its writer never blocks, until it is to be closed; nobody else may close what is being read."""
     try:
-        while os.read(descriptor, 65536):
-            pass
+        while not closed.is_set():
+            if select.select([descriptor], [], [], 0.05)[0] and not os.read(descriptor, 65536):
+                return
     except OSError:
         return
+    finally:
+        os.close(descriptor)

@@ -34,7 +34,7 @@ def stage(tmp_path: Path) -> Iterator[Any]:
     process.dataflow.eval.mode = "synchronous"
     process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=N)}
     pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 2.0, 1.0
+    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
     made = peers.Stage(tmp_path, process)
     yield made
     made.end()

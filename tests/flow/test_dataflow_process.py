@@ -34,7 +34,7 @@ def stage(tmp_path: Path) -> Iterator[Any]:
     process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
     process.workflow.n_samples = 4
     pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 2.0, 1.0
+    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
     made = peers.Stage(tmp_path, process)
     yield made
     made.end()
@@ -66,8 +66,8 @@ def test_batches_flow_and_the_same_name_is_the_same_bytes(stage: Any) -> None:
     assert sum(status.staleness["default"].values()) == 40
     assert max(status.staleness["default"]) <= 2
     trainer.shutdown()
-    assert stage.children["dataflow"].wait(10) == 0
-    assert stage.children["r0"].wait(10) == 0
+    assert stage.children["dataflow"].wait(peers.WAIT_S) == 0
+    assert stage.children["r0"].wait(peers.WAIT_S) == 0
 
 
 def test_kill_of_dataflow_loses_nothing_and_serves_the_same_batch_again(stage: Any) -> None:
@@ -81,7 +81,7 @@ def test_kill_of_dataflow_loses_nothing_and_serves_the_same_batch_again(stage: A
         before = trainer.batch()
         stage.kill("dataflow")
         stage.dataflow()
-        after = trainer.batch(deadline_s=8.0)
+        after = trainer.batch()
         assert codec.encode(before.batch) == codec.encode(after.batch), f"round {round_number}"
         trainer.step()
         trainer.step()
@@ -90,7 +90,7 @@ def test_kill_of_dataflow_loses_nothing_and_serves_the_same_batch_again(stage: A
     assert adds_up(status.ledger)
     assert status.ledger.trained == 9 * 8
     trainer.shutdown()
-    assert stage.children["dataflow"].wait(10) == 0
+    assert stage.children["dataflow"].wait(peers.WAIT_S) == 0
 
 
 def test_leases_of_a_dead_instance_run_elsewhere(stage: Any) -> None:
@@ -98,12 +98,12 @@ def test_leases_of_a_dead_instance_run_elsewhere(stage: Any) -> None:
     stage.raas("slow", "--delay", "60")
     trainer = peers.Trainer(stage.url)
     trainer.ready()
-    peers.until(lambda: any(i.in_flight for i in trainer.status().instances), 10, "leases on the slow instance")
+    peers.until(lambda: any(i.in_flight for i in trainer.status().instances), peers.WAIT_S, "leases on the slow instance")
     stage.raas("r1")
     stage.kill("slow")
     for _ in range(3):
         trainer.step()
-    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], 10, "the dead instance is out")
+    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], peers.WAIT_S, "the dead instance is out")
     status = trainer.status()
     assert any("slow is out of the pool" in event for event in status.events)
     assert adds_up(status.ledger)
@@ -159,10 +159,10 @@ def test_rejected_groups_end_in_a_starvation_report_and_shutdown_works(stage: An
     assert reply.kind == "starved"
     assert reply.counts["dropped/zero_variance"] >= 20
     drawn = trainer.status().tasks_drawn
-    peers.until(lambda: trainer.status().tasks_drawn > drawn, 5, "new prompts are drawn all the same")
+    peers.until(lambda: trainer.status().tasks_drawn > drawn, peers.WAIT_S, "new prompts are drawn all the same")
     assert adds_up(trainer.status().ledger)
     trainer.shutdown()
-    assert stage.children["dataflow"].wait(10) == 0
+    assert stage.children["dataflow"].wait(peers.WAIT_S) == 0
 
 
 def test_two_policies_advance_together(stage: Any) -> None:
@@ -182,7 +182,7 @@ def test_two_policies_advance_together(stage: Any) -> None:
     assert adds_up(solver.status().ledger)
     solver.shutdown()
     checker.shutdown()
-    assert stage.children["dataflow"].wait(10) == 0
+    assert stage.children["dataflow"].wait(peers.WAIT_S) == 0
 
 
 def test_evaluations_run_in_a_pinned_lane_and_never_reach_the_buffer(stage: Any) -> None:
@@ -197,10 +197,10 @@ def test_evaluations_run_in_a_pinned_lane_and_never_reach_the_buffer(stage: Any)
     trainer.step()
 
     def results() -> Any:
-        reply = trainer.client.call(DataflowAPI.eval_results, control.EvalResultsRequest(wait_s=1.0), timeout_s=5.0)
+        reply = trainer.client.call(DataflowAPI.eval_results, control.EvalResultsRequest(wait_s=1.0), timeout_s=peers.WAIT_S)
         return reply.results if not reply.running else None
 
-    first, second = peers.until(results, 15, "two evaluations")
+    first, second = peers.until(results, peers.WAIT_S, "two evaluations")
     assert first.versions["default"].version == 0
     assert second.versions["default"].version in (2, 3)
     assert first.metrics["avg@2"] == 0.5
@@ -217,8 +217,8 @@ def test_a_url_that_does_not_answer_is_refused_in_one_line(stage: Any) -> None:
     request = control.RegisterRaaS(instance_id="ghost", url="http://127.0.0.1:9", models=["default"], total_slots=8)
     for error in (Unavailable, Unavailable, ConfigError):
         with pytest.raises(error, match=r"url: http://127.0.0.1:9 .* does not answer"):
-            trainer.client.call(DataflowAPI.register_raas, request, timeout_s=10.0)
-    assert msgspec.json.encode(trainer.client.call(DataflowAPI.raas_pool, timeout_s=5.0).instances) == b"[]"
+            trainer.client.call(DataflowAPI.register_raas, request, timeout_s=peers.WAIT_S)
+    assert msgspec.json.encode(trainer.client.call(DataflowAPI.raas_pool, timeout_s=peers.WAIT_S).instances) == b"[]"
 
 
 def test_an_instance_that_freezes_inside_an_evaluation_is_replaced_and_dataflow_lives(stage: Any) -> None:
@@ -229,33 +229,41 @@ def test_an_instance_that_freezes_inside_an_evaluation_is_replaced_and_dataflow_
     frozen = stage.raas("r0", "--delay", "60")
     trainer = peers.Trainer(stage.url)
     trainer.ready()
-    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, 10, "an instance")[0].url, trainer.client.identity)
-    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=5.0).lanes, 10, "an open lane")
+    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, peers.WAIT_S, "an instance")[0].url, trainer.client.identity)
+    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=peers.WAIT_S).lanes, peers.WAIT_S, "an open lane")
     frozen.send_signal(signal.SIGSTOP)
     stage.raas("r1")
-    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], 20, "the frozen instance is out")
+    peers.until(lambda: [i.instance_id for i in trainer.status().instances] == ["r1"], peers.WAIT_S, "the frozen instance is out")
     request = control.EvalResultsRequest(wait_s=1.0)
-    (result,) = peers.until(lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=5.0).results, 20, "its result")
+    results = lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=peers.WAIT_S).results  # noqa: E731
+    (result,) = peers.until(results, peers.WAIT_S, "its result")
     assert result.missing == 0
     assert stage.children["dataflow"].poll() is None
     trainer.step()
 
 
 def test_what_an_instance_drops_at_a_rollback_runs_again_without_waiting_for_a_heartbeat(stage: Any) -> None:
-    stage.process.dataflow.pool.heartbeat_s = 60.0
+    stage.process.dataflow.pool.heartbeat_s = 600.0
     stage.dataflow()
-    stage.raas("r0", "--delay", "0.5")
+    gate = stage.directory / "gate"
+    gate.touch()
+    stage.raas("r0", "--gate", str(gate))
     trainer = peers.Trainer(stage.url)
     trainer.ready()
     trainer.step()
-    peers.until(lambda: any(i.in_flight for i in trainer.status().instances), 10, "leases of the timeline that dies")
+    peers.until(lambda: trainer.status().ledger.in_flight["buffered"] >= 16, peers.WAIT_S, "two more batches")
+    gate.unlink()
+    trainer.step()
+    raas = peers.SyncClient(trainer.status().instances[0].url, trainer.client.identity)
+    held = lambda: raas.call(peers.RaaSAPI.status, timeout_s=peers.WAIT_S).availability.in_flight  # noqa: E731
+    peers.until(held, peers.WAIT_S, "leases of the timeline that dies")
     second = peers.Trainer(stage.url)
     assert second.ready(recovered=0).timeline == 1
+    gate.touch()
     second.step()
     second.step()
-    status = second.status()
-    assert adds_up(status.ledger)
-    assert any("does not hold them" in event for event in status.events)
+    peers.until(lambda: any("does not hold them" in event for event in second.status().events), peers.WAIT_S, "its leases are missed")
+    assert adds_up(second.status().ledger)
 
 
 def test_sigterm_leaves_the_run_as_it_is_and_the_next_process_goes_on(stage: Any) -> None:
@@ -267,7 +275,7 @@ def test_sigterm_leaves_the_run_as_it_is_and_the_next_process_goes_on(stage: Any
     before = trainer.batch()
     child = stage.children["dataflow"]
     child.terminate()
-    assert child.wait(10) == 0
+    assert child.wait(peers.WAIT_S) == 0
     assert raas.poll() is None, "instances are told to end by /shutdown only"
     stage.dataflow()
     assert codec.encode(trainer.batch().batch) == codec.encode(before.batch)
@@ -279,17 +287,19 @@ def test_an_evaluation_that_a_kill_interrupts_is_run_again_and_reported_once(sta
     stage.process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=2)}
     stage.process.dataflow.eval.at_start = True
     stage.dataflow()
-    stage.raas("r0", "--delay", "0.5")
+    gate = stage.directory / "gate"
+    stage.raas("r0", "--lane-gate", str(gate))
     trainer = peers.Trainer(stage.url)
     trainer.ready()
-    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, 10, "an instance")[0].url, trainer.client.identity)
-    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=5.0).lanes, 10, "an open lane")
+    raas = peers.SyncClient(peers.until(lambda: trainer.status().instances, peers.WAIT_S, "an instance")[0].url, trainer.client.identity)
+    peers.until(lambda: raas.call(peers.RaaSAPI.status, timeout_s=peers.WAIT_S).lanes, peers.WAIT_S, "an open lane")
     stage.kill("dataflow")
+    gate.touch()
     stage.dataflow()
     trainer.step()
     request = control.EvalResultsRequest(wait_s=1.0)
-    ask = lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=5.0)  # noqa: E731
-    peers.until(lambda: not ask().running, 15, "the evaluation")
+    ask = lambda: trainer.client.call(DataflowAPI.eval_results, request, timeout_s=peers.WAIT_S)  # noqa: E731
+    peers.until(lambda: not ask().running, peers.WAIT_S, "the evaluation")
     assert [(r.dataset, r.missing) for r in ask().results] == [("heldout", 0)]
     assert adds_up(trainer.status().ledger)
 
@@ -320,7 +330,7 @@ def test_status_is_json_for_whoever_asks_plainly(stage: Any) -> None:
     trainer = peers.Trainer(stage.url)
     trainer.ready()
     trainer.step()
-    with urllib.request.urlopen(f"{stage.url}/status", timeout=5.0) as reply:
+    with urllib.request.urlopen(f"{stage.url}/status", timeout=peers.WAIT_S) as reply:
         status = json.loads(reply.read())
     assert status["ledger"]["trained"] == 8
     assert status["staleness"]["default"] == {"0": 8}

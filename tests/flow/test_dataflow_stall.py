@@ -37,7 +37,7 @@ def stage(tmp_path: Path) -> Iterator[Any]:
     process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
     process.workflow.n_samples = 4
     pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 2.0, 1.0
+    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
     made = peers.Stage(tmp_path, process)
     yield made
     made.end()

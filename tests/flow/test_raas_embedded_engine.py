@@ -28,6 +28,8 @@ from astraflow.raas.config import EngineConfig, RaaSConfig, RaaSProcess
 from astraflow.raas.staging import staging_path
 from astraflow.weights.config import ModelConfig, WeightsConfig
 
+WAIT_S = 60.0
+"""For what must come; how soon depends on the machine."""
 MODEL = Path(__file__).parents[2] / "assets" / "tiny" / "solver"
 MAIN = (
     "import sys, msgspec; from astraflow.raas.config import RaaSProcess; from astraflow.raas.service import run; "
@@ -70,7 +72,7 @@ def test_a_killed_engine_comes_back_with_its_weights_and_its_episodes_are_run_ag
 
         async def status() -> RaaSStatus | None:
             with contextlib.suppress(AstraFlowError):
-                return await client.call(RaaSAPI.status, timeout_s=2)
+                return await client.call(RaaSAPI.status, timeout_s=20)
             return None
 
         async def up() -> bool:
@@ -78,18 +80,18 @@ def test_a_killed_engine_comes_back_with_its_weights_and_its_episodes_are_run_ag
             found = await status()
             return found is not None and found.state == "idle"
 
-        await poll_until(up, 40, "engine up")
-        digest = manager.published(0, 20.0)
-        notice = NotifyRaaS(model_id="solver", timeline=1, version=0, digest=digest, sender_endpoint=manager.endpoint, wait_s=20)
-        reply = await client.call(RaaSAPI.notify_version, notice, timeout_s=30)
+        await poll_until(up, WAIT_S, "engine up")
+        digest = manager.published(0, WAIT_S)
+        notice = NotifyRaaS(model_id="solver", timeline=1, version=0, digest=digest, sender_endpoint=manager.endpoint, wait_s=WAIT_S)
+        reply = await client.call(RaaSAPI.notify_version, notice, timeout_s=2 * WAIT_S)
         assert (reply.state, reply.serving["solver"].digest) == ("loaded", digest)
         spec = WorkflowSpec(workflow="rlvr", reward="exact_match", policies=["solver"], generation={"max_new_tokens": 64})
-        await client.call(RaaSAPI.register_workflow, RegisterWorkflow(workflow_id="w", spec=spec), timeout_s=5)
+        await client.call(RaaSAPI.register_workflow, RegisterWorkflow(workflow_id="w", spec=spec), timeout_s=WAIT_S)
         leases = [
             Lease(lease_id=str(n), task_id="t", workflow_id="w", n_samples=8, data={"prompt": "s31428", "answer": "12348"}, seed=n)
             for n in range(2)
         ]
-        await client.call(RaaSAPI.submit, Submit(leases=leases), timeout_s=5)
+        await client.call(RaaSAPI.submit, Submit(leases=leases), timeout_s=WAIT_S)
         found = await status()
         assert found is not None
         engine_pid = found.engines["solver"].pid
@@ -97,7 +99,7 @@ def test_a_killed_engine_comes_back_with_its_weights_and_its_episodes_are_run_ag
         groups: list[Group] = []
         ack: list[str] = []
         while len(groups) < 2:
-            pulled = await client.call(RaaSAPI.pull, Pull(ack=ack, wait_s=20), timeout_s=30)
+            pulled = await client.call(RaaSAPI.pull, Pull(ack=ack, wait_s=20), timeout_s=WAIT_S)
             ack = [delivery.delivery_id for delivery in pulled.deliveries]
             groups += [decode(bytes(delivery.group), Group) for delivery in pulled.deliveries]
         for group in groups:
@@ -106,11 +108,15 @@ def test_a_killed_engine_comes_back_with_its_weights_and_its_episodes_are_run_ag
             for trajectory in group.trajectories:
                 own = array(trajectory.segments[0].loss_mask) == 1
                 assert (array(trajectory.segments[0].logprobs)[own] <= 0).all()
-        found = await poll_until(status, 5, "status")
+
+        async def back() -> RaaSStatus | None:  # also when the episodes had ended before the kill
+            now = await status()
+            return now if now is not None and now.engines["solver"].pid not in (0, engine_pid) and now.state == "idle" else None
+
+        found = await poll_until(back, WAIT_S, "the engine's return")
         assert found is not None
         assert found.serving["solver"].digest == digest
         assert found.engines["solver"].restarts == 1
-        assert found.engines["solver"].pid != engine_pid
         await client.close()
         return found.engines["solver"].pid
 
@@ -118,17 +124,17 @@ def test_a_killed_engine_comes_back_with_its_weights_and_its_episodes_are_run_ag
     process, child = begin(tmp_path)
     try:
         manager.offload(load_file(MODEL / "model.safetensors").items(), 0)
-        engine_pid = asyncio.run(asyncio.wait_for(test(manager, process, child), 90))
+        engine_pid = asyncio.run(asyncio.wait_for(test(manager, process, child), 4 * WAIT_S))
         os.kill(child.pid, signal.SIGKILL)
-        asyncio.run(poll_until(lambda: not alive(engine_pid), 10, "engine dies with its service"))
+        asyncio.run(poll_until(lambda: not alive(engine_pid), WAIT_S, "engine dies with its service"))
         staged = staging_path(process.run_dir, process.instance_id)
         assert list(staged.glob("*/*/model.safetensors")), "the killed one could not clean up"
         _, again = begin(tmp_path)
         try:
-            asyncio.run(poll_until(lambda: not list(staged.glob("*/*/model.safetensors")), 20, "staged files of the dead are gone"))
+            asyncio.run(poll_until(lambda: not list(staged.glob("*/*/model.safetensors")), WAIT_S, "staged files of the dead are gone"))
         finally:
-            assert again.terminate(15) == 0
+            assert again.terminate(WAIT_S) == 0
         assert not staged.exists()
     finally:
-        child.terminate(5)
+        child.terminate(WAIT_S)
         manager.close()

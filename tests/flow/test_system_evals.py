@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -48,6 +47,3 @@ def test_synchronous_evaluations_evaluate_exactly_the_versions_and_the_run_goes_
     assert max(share.attempt for share in books.shares) == 1, "a cancelled lease runs again and has not failed"
     assert not {share.reason for share in books.shares} & {"max_attempts", "unconfirmed", "dead_timeline"}
     assert in_training == (0,), "an evaluation never enters a training queue"
-    log = (run.run_dir / "logs" / "dataflow.log").read_text()
-    for result in results:
-        assert re.search(rf"{result.eval_id}: \d+ training leases on raas-\d were cancelled, they run again afterwards", log)

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_loop.py"
 @pytest.mark.parametrize("lag", [0, 2])
 def test_the_minimal_loop_raises_its_reward(lag: int) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "60", "--lag", str(lag)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"reward (\S+) -> (\S+) in", done.stdout)
     assert found is not None, done.stdout

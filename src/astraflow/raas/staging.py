@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PREFIX = "astraflow-raas-"
 LOCK = "lock"
+SWEEP_S = 5.0
+"""A lock that is held for longer is that of a process that uses the directory; one that sweeps it lets go sooner."""
 SHM = Path("/dev/shm")
 
 
@@ -63,7 +66,10 @@ class StagingDir:
 
 
 def _lock(path: Path) -> int | None:
-    """Descriptor of the locked file, made when needed; None while another process holds it."""
+    """Descriptor of the locked file, made when needed; None when another process holds it, and not for a moment only: one that
+    starts beside us sweeps what our earlier life left just when we come back.
+    """
+    end = time.monotonic() + SWEEP_S
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -75,8 +81,10 @@ def _lock(path: Path) -> int | None:
             if os.fstat(descriptor).st_ino == (path / LOCK).stat().st_ino:
                 return descriptor
         except BlockingIOError:
-            os.close(descriptor)
-            return None
+            if time.monotonic() >= end:
+                os.close(descriptor)
+                return None
+            time.sleep(0.02)
         except FileNotFoundError:
             log.debug("%s was swept while it was locked", path)
         os.close(descriptor)

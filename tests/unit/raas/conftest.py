@@ -61,7 +61,7 @@ class Rig:
     def register(self, workflow_id: str = "w", workflow: str = "rlvr", **fields: Any) -> None:
         self.programs.register(RegisterWorkflow(workflow_id=workflow_id, spec=WorkflowSpec(workflow=workflow, **fields)))
 
-    async def groups(self, count: int = 1, lane: str = "", deadline_s: float = 10.0) -> list[Group]:
+    async def groups(self, count: int = 1, lane: str = "", deadline_s: float = 60.0) -> list[Group]:
         """The next groups, acknowledged."""
         out: list[Group] = []
         ack: list[str] = []
@@ -99,7 +99,7 @@ def rig(tmp_path: Path) -> Callable[..., Rig]:
         failures: list[str] = []
         tasks = Tasks(lambda name, error: failures.append(f"{name}: {error!r}"))
         generation = GenerationConfig(max_new_tokens=16)
-        programs = Programs(models, generation, RewardsConfig(workers=1, deadline_s=0.3), plugins=plugins)
+        programs = Programs(models, generation, RewardsConfig(workers=1, deadline_s=60.0), plugins=plugins)
         executor = Executor(
             "raas0",
             models=models,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from astraflow.raas.engines.frames import Init
 from astraflow.raas.engines.process import ProcessEngine, embedded
 from astraflow.workflows.api import EpisodeError, ModelRequest
 
+WAIT_S = 60.0
+"""For what must come; how soon depends on the machine."""
 CHARS = Path(__file__).parents[2] / "data" / "chars-model"
 CHILD = """
 import os, socket, sys, time
@@ -46,7 +50,7 @@ while data := conn.recv(1 << 16):
             if frame.version == 13:
                 say(f.LoadFailed(timeline=frame.timeline, version=13, message="no tensor w"))
             else:
-                time.sleep(0.5 if mode == "slow" else 0)
+                time.sleep({"slow": 0.5, "slower": 2.5}.get(mode, 0))
                 version, timeline = frame.version, frame.timeline
                 say(f.Loaded(timeline=timeline, version=version, digest=frame.digest, seconds=0.1))
         elif isinstance(frame, f.Generate):
@@ -84,7 +88,7 @@ class Bench:
             eos_ids=[2],
             context_length=64,
             max_slots=4,
-            config=EngineConfig(start_s=15.0, **config),
+            config=EngineConfig(start_s=WAIT_S, **config),
             dtype="float32",
             staged=lambda: self.staged,
             on_death=self.deaths.append,
@@ -100,7 +104,7 @@ class Bench:
 
 def run(test: Awaitable[None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(110):
             await test
 
     asyncio.run(bounded())
@@ -134,7 +138,7 @@ def test_requests_loads_and_pings_are_answered(bench: Callable[..., Bench]) -> N
         answers = await asyncio.gather(*(b.ask(token, str(token)) for token in range(5, 20)))
         assert [a.output_ids for a in answers] == [[token] for token in range(5, 20)]
         assert answers[0].versions == [1]
-        await poll_until(lambda: b.engine.report().status.queued == 2, 5.0, "pong")
+        await poll_until(lambda: b.engine.report().status.queued == 2, WAIT_S, "pong")
         assert b.engine.report().metrics["tokens_per_s"] == 7.0
 
     with_engine(bench(ping_s=0.05), test)
@@ -185,8 +189,8 @@ def test_a_restart_without_loadable_weights_takes_the_receipt_back(bench: Callab
         b.staged = Weights(path="/w", timeline=1, version=13, digest="x")
         pid = b.engine.report().status.pid
         os.kill(pid, signal.SIGKILL)
-        await poll_until(lambda: b.engine.report().status.pid not in (0, pid) and b.engine.report().serving is None, 10.0, "restart")
-        await poll_until(lambda: "no tensor w" in b.engine.report().status.message, 5.0, "message")
+        await poll_until(lambda: b.engine.report().status.pid not in (0, pid) and b.engine.report().serving is None, WAIT_S, "restart")
+        await poll_until(lambda: "no tensor w" in b.engine.report().status.message, WAIT_S, "message")
         await b.engine.load(V1)
         assert b.engine.report().serving == V1.serving
 
@@ -195,10 +199,20 @@ def test_a_restart_without_loadable_weights_takes_the_receipt_back(bench: Callab
 
 def test_a_silent_child_is_killed_and_replaced(bench: Callable[..., Bench]) -> None:
     async def test(b: Bench) -> None:
-        await poll_until(lambda: b.engine.report().status.restarts >= 1, 10.0, "restart")
+        await poll_until(lambda: b.engine.report().status.restarts >= 1, WAIT_S, "restart")
         assert "no sign of life" in b.engine.report().status.message or b.engine.report().status.state == "ready"
 
     with_engine(bench("silent", ping_s=0.05, ping_deadline_s=0.3), test)
+
+
+def test_a_child_is_not_silent_while_its_parent_stands_still(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        for _ in range(2):
+            time.sleep(2.0)  # as a stopped process or a paused machine: no ping is sent, no answer is read
+            await b.ask(7)
+        assert b.engine.report().status.restarts == 0
+
+    with_engine(bench(ping_s=0.05, ping_deadline_s=1.5), test)
 
 
 def test_a_load_may_take_longer_than_a_ping(bench: Callable[..., Bench]) -> None:
@@ -206,7 +220,7 @@ def test_a_load_may_take_longer_than_a_ping(bench: Callable[..., Bench]) -> None
         await b.engine.load(V1)
         assert b.engine.report().status.restarts == 0
 
-    with_engine(bench("slow", ping_s=0.05, ping_deadline_s=0.2, load_s=5.0), test)
+    with_engine(bench("slower", ping_s=0.05, ping_deadline_s=1.5, load_s=WAIT_S), test)
 
 
 def test_the_receipt_stands_while_the_same_weights_come_back(bench: Callable[..., Bench]) -> None:
@@ -215,7 +229,7 @@ def test_the_receipt_stands_while_the_same_weights_come_back(bench: Callable[...
         await b.engine.load(V1)
         pid = b.engine.report().status.pid
         os.kill(pid, signal.SIGKILL)
-        await poll_until(lambda: b.engine.report().status.state == "restarting", 10.0, "its death is noticed", 0.001)
+        await poll_until(lambda: b.engine.report().status.restarts == 1, WAIT_S, "its death is noticed", 0.001)
         answer = asyncio.create_task(b.ask(7))
         while not answer.done():
             assert b.engine.report().serving == V1.serving
@@ -230,7 +244,7 @@ def test_a_failed_supervision_gives_up_loudly_instead_of_leaving_requests_waitin
     async def test(b: Bench) -> None:
         b.staged = object()  # type: ignore[assignment]  # a bug of the one who names the staged weights
         os.kill(b.engine.report().status.pid, signal.SIGKILL)
-        await poll_until(lambda: b.deaths, 10.0, "death")
+        await poll_until(lambda: b.deaths, WAIT_S, "death")
         assert "supervision failed" in b.deaths[0]
         with pytest.raises(EngineError, match="supervision"):
             await b.ask(7)
@@ -240,14 +254,16 @@ def test_a_failed_supervision_gives_up_loudly_instead_of_leaving_requests_waitin
 
 def test_lives_leave_no_descriptors_and_no_zombies(bench: Callable[..., Bench]) -> None:
     async def test(b: Bench) -> None:
+        gc.collect()  # what earlier tests dropped is not counted
         descriptors = len(os.listdir("/proc/self/fd"))
         for life in (1, 2):
             pid = b.engine.report().status.pid
             os.kill(pid, signal.SIGKILL)
-            await poll_until(lambda life=life: b.engine.report().status.restarts == life and b.engine.report().status.pid, 10.0, "restart")
+            status = b.engine.report().status
+            await poll_until(lambda life=life, status=status: status.restarts == life and status.pid, WAIT_S, "restart")
             assert not os.path.exists(f"/proc/{pid}")
         assert (await b.ask(7)).finish == "stop"
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
 
     with_engine(bench(), test)
 
@@ -255,7 +271,7 @@ def test_lives_leave_no_descriptors_and_no_zombies(bench: Callable[..., Bench]) 
 def test_over_the_limit_it_gives_up_once_and_says_so(bench: Callable[..., Bench]) -> None:
     async def test(b: Bench) -> None:
         os.kill(b.engine.report().status.pid, signal.SIGKILL)
-        await poll_until(lambda: b.deaths, 10.0, "death")
+        await poll_until(lambda: b.deaths, WAIT_S, "death")
         assert b.engine.report().status.state == "error"
         with pytest.raises(EngineError) as caught:
             await b.ask(7)
@@ -270,7 +286,7 @@ def test_a_cancelled_call_cancels_the_request(bench: Callable[..., Bench]) -> No
         call = asyncio.create_task(b.ask(97, "slow"))
         await asyncio.sleep(0.05)
         call.cancel()
-        await poll_until(lambda: b.cancelled.exists() and b.cancelled.read_text() == "slow\n", 5.0, "cancel")
+        await poll_until(lambda: b.cancelled.exists() and b.cancelled.read_text() == "slow\n", WAIT_S, "cancel")
 
     with_engine(bench(), test)
 

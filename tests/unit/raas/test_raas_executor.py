@@ -64,7 +64,7 @@ class Moody(RolloutWorkflow):
 
 def run(test: Callable[[], Awaitable[Any]]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             return await test()
 
     return asyncio.run(bounded())
@@ -215,7 +215,7 @@ def test_past_its_deadline_a_lease_goes_out_with_timeouts(rig: MakeRig, mood: st
 
 
 def test_a_deadline_inside_the_engine_is_charged_to_the_engine_and_frees_its_request(rig: MakeRig) -> None:
-    group, made = one_group(rig, {"n": 2, "deadline_s": 0.1, "data": {"mood": "good"}}, stuck_requests=[1])
+    group, made = one_group(rig, {"n": 2, "deadline_s": 2.0, "data": {"mood": "good"}}, stuck_requests=[1])
     assert [t.error is None for t in sorted(group.trajectories, key=lambda t: t.error is not None)] == [True, False]
     failed = next(t for t in group.trajectories if t.error)
     assert failed.error is not None

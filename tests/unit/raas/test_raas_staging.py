@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -30,13 +34,36 @@ def test_shared_memory_that_could_never_hold_the_weights_is_left_alone(tmp_path:
     assert staging_path(run, "raas-0", models=[str(model)]).parent == tmp_path / "run" / "staging"
 
 
-def test_two_processes_cannot_have_one_name(tmp_path: Path) -> None:
+def test_two_processes_cannot_have_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SWEEP_S", 0.1)
     held = StagingDir(tmp_path / "astraflow-raas-a", "raas-0")
     with pytest.raises(ConfigError, match="raas-0"):
         StagingDir(tmp_path / "astraflow-raas-a", "raas-0")
     held.close()
     assert not held.path.exists()
     StagingDir(tmp_path / "astraflow-raas-a", "raas-0").close()
+
+
+def test_one_that_comes_back_while_its_old_directory_is_swept_by_another_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SWEEP_S", 60.0)
+    path = tmp_path / "astraflow-raas-a"
+    (path / "solver").mkdir(parents=True)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def sweep() -> None:
+        time.sleep(0.2)
+        shutil.rmtree(path)
+        os.close(lock)
+
+    other = threading.Thread(target=sweep)
+    other.start()
+    mine = StagingDir(path, "raas-0")
+    other.join()
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    mine.close()
 
 
 def test_what_a_killed_process_left_is_swept_and_what_lives_is_not(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Bench:
     failures: list[str]
 
     async def notify(
-        self, version: int, timeline: int = 1, wait_s: float = 5.0, digest: str = "", sender: str = "http://x"
+        self, version: int, timeline: int = 1, wait_s: float = 60.0, digest: str = "", sender: str = "http://x"
     ) -> tuple[str, int]:
         notice = NotifyRaaS(model_id="default", timeline=timeline, version=version, digest=digest, sender_endpoint=sender, wait_s=wait_s)
         outcome = await self.sync.notice(notice)
@@ -118,8 +118,8 @@ def bench(rig: MakeRig, tmp_path: Path) -> Callable[..., Bench]:
             tasks=made.tasks,
             waits=Waits(),
             counts=made.executor.counts,
-            pull_s=5.0,
-            load_s=5.0,
+            pull_s=60.0,
+            load_s=60.0,
         )
         return Bench(sync, receiver, made.engine, idle, rollbacks, made.executor.counts, made.tasks, made.failures)
 
@@ -128,7 +128,7 @@ def bench(rig: MakeRig, tmp_path: Path) -> Callable[..., Bench]:
 
 def run(make: Callable[..., Bench], test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(90):
             made = make(**options)
             await test(made)
             made.receiver.close()
@@ -226,9 +226,8 @@ def test_a_load_that_ended_after_its_deadline_is_what_a_restarted_engine_gets(be
 
         b.engine.load = late
         assert await b.notify(2) == ("failed", 1)
-        async with asyncio.timeout(5):
-            while b.sync.model.serving.version != 2:
-                await asyncio.sleep(0.01)
+        while b.sync.model.serving.version != 2:
+            await asyncio.sleep(0.01)
         assert b.sync.staged.version == 2
 
     run(bench, test)
@@ -316,6 +315,8 @@ def test_a_superseded_pull_is_no_failure(bench: Callable[..., Bench]) -> None:
         await b.notify(0)
         b.receiver.errors = [Conflict("version 1 is superseded")]
         assert await b.notify(1, wait_s=0.05) == ("loading", 0), "the notice that supersedes it is on its way"
+        while b.sync.busy:  # the pull of a slow machine outlives that notice
+            await asyncio.sleep(0.001)
         assert b.counts["weights/failures"] == 0
         b.receiver.errors = [Conflict("version 1 is superseded")]
         waiting = asyncio.create_task(b.notify(1))
@@ -332,7 +333,8 @@ def test_loads_wait_for_lanes_and_skip_to_the_newest(bench: Callable[..., Bench]
         await b.notify(0)
         b.idle.clear()
         assert await b.notify(1, wait_s=0.02) == ("loading", 0)
-        assert "lane" in b.sync.message
+        while "lane" not in b.sync.message:
+            await asyncio.sleep(0.001)
         assert await b.notify(2, wait_s=0.02) == ("loading", 0)
         waiting = asyncio.create_task(b.notify(2))
         b.idle.set()
@@ -347,17 +349,18 @@ def test_requests_wait_while_weights_are_loaded_and_running_ones_are_stamped_as_
 
     async def test(b: Bench) -> None:
         await b.notify(0)
-        request = ModelRequest(input_ids=[7], max_new_tokens=40, seed=3)
+        request = ModelRequest(input_ids=[7], max_new_tokens=4000, seed=3)
         call = asyncio.create_task(b.engine.agenerate(request))
-        await asyncio.sleep(0.05)
-        await b.notify(1)
+        await asyncio.sleep(0.05)  # some tokens come before, and far more are to come
+        assert await b.notify(1) == ("loaded", 1)
+        b.engine.options.token_s = 0.0
         response = await call
         assert response.versions[0] == 0
         assert response.versions[-1] == 1
         assert response.versions == sorted(response.versions)
-        assert len(response.output_ids) == 31
+        assert len(response.output_ids) == 3001
 
-    run(bench, test, token_s=0.005, answer_tokens=30, solver="none")
+    run(bench, test, token_s=0.02, answer_tokens=3000, solver="none")
 
 
 def test_an_aborting_engine_continues_under_the_new_weights(bench: Callable[..., Bench]) -> None:
@@ -365,17 +368,18 @@ def test_an_aborting_engine_continues_under_the_new_weights(bench: Callable[...,
 
     async def test(b: Bench) -> None:
         await b.notify(0)
-        call = asyncio.create_task(b.engine.agenerate(ModelRequest(input_ids=[7], max_new_tokens=20, seed=3)))
-        await asyncio.sleep(0.03)
-        await b.notify(1)
+        call = asyncio.create_task(b.engine.agenerate(ModelRequest(input_ids=[7], max_new_tokens=2000, seed=3)))
+        await asyncio.sleep(0.05)
+        assert await b.notify(1) == ("loaded", 1)
+        b.engine.options.token_s = 0.0
         response = await call
         assert set(response.versions) == {0, 1}
         assert len(b.engine.seen) == 2
         done = len(b.engine.seen[1].input_ids) - 1
-        assert b.engine.seen[1].max_new_tokens == 20 - done
+        assert b.engine.seen[1].max_new_tokens == 2000 - done
         assert response.versions[:done] == [0] * done
 
-    run(bench, test, token_s=0.005, answer_tokens=30, solver="none", aborts=True)
+    run(bench, test, token_s=0.02, answer_tokens=3000, solver="none", aborts=True)
 
 
 def test_the_scripted_engine_reads_the_file_and_refuses_a_wrong_digest(bench: Callable[..., Bench], tmp_path: Path) -> None:

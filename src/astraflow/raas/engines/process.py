@@ -151,7 +151,7 @@ class ProcessEngine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(config.ping_s):
                     await link.closed.wait()
-            silent_s = time.monotonic() - link.heard_at
+            silent_s = link.silent_s
             limit_s = max(config.ping_deadline_s, config.load_s) if link.loading else config.ping_deadline_s  # a load answers no ping
             if not link.closed.is_set() and silent_s > limit_s:
                 return f"no sign of life for {silent_s:.0f} s"
@@ -234,9 +234,10 @@ class _Link:
         self._loading: tuple[Weights, asyncio.Future[None]] | None = None
         """The last load that was asked for, until it is answered; its caller may have given up before."""
         self._nonce = 0
+        self._asked_at: float | None = None
+        """When the oldest ping was sent that nothing was heard after."""
         self.closed = asyncio.Event()
         self.why = ""
-        self.heard_at = time.monotonic()
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def open(self, init: Init) -> Ready:
@@ -271,7 +272,14 @@ class _Link:
         """A load was asked for and not answered yet."""
         return self._loading is not None
 
+    @property
+    def silent_s(self) -> float:
+        """How long the child owes an answer. Time in which it was not asked, because this process stood still, is not its silence."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
     def ping(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
         self._nonce += 1
         self._send(Ping(nonce=self._nonce))
 
@@ -296,7 +304,7 @@ class _Link:
             while True:
                 size = frames.body_length(await self._reader.readexactly(frames.HEADER.size))
                 frame = frames.decode_from_child(await self._reader.readexactly(size))
-                self.heard_at = time.monotonic()
+                self._asked_at = None
                 self._take(frame)
         except (asyncio.IncompleteReadError, OSError):
             pass
