@@ -41,11 +41,12 @@ class EvalLane:
         if instance is None or client is None or not self._fleet.introduced(self.instance_id) or not exact(instance, self._wanted):
             return False
         request = EvalStart(lane=self._lane, versions=self._wanted, deadline_s=deadline_s)
+        self._client, self._room = client, instance.record.total_slots  # from here on there may be a lane to close, whatever the reply
         try:
             await client.call(RaaSAPI.eval_start, request, timeout_s=shelf.process.dataflow.pool.call_timeout_s)
         except Conflict:
+            self._client = None
             return False  # it moved on between its receipt and this call
-        self._client, self._room = client, instance.record.total_slots
         return True
 
     async def drive(self, book: EvalBook, end: Callable[[], float], instances: Callable[[], int]) -> None:

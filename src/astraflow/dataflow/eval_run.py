@@ -287,7 +287,8 @@ class EvalRun:
         finally:
             book.lost(instance_id)
             shelf.pulse.fire()
-            await lane.close()
+            # a task of its own: this one is cancelled as soon as the book is complete, and an open lane holds newer weights back
+            await asyncio.shield(shelf.tasks.spawn(f"close {name}", lane.close()))
 
     def _failed(self, instance_id: str, why: str) -> None:
         self._failures[instance_id] += 1
