@@ -180,10 +180,11 @@ class RaaSFleet:
             shelf.event(f"instance {message.instance_id} joined{again} with {message.total_slots} slots at {message.url}")
         self.on_joined()
         await self.on_lost(outcome.lost, f"{message.instance_id} came back as a new process")
-        await self.open(shelf.pool.instances[message.instance_id])
+        if (instance := shelf.pool.instances.get(message.instance_id)) is not None:
+            await self.open(instance)
         await shelf.write(shelf.ledger.put, shelf.pool_meta())
         if message.instance_id not in shelf.pool.instances:
-            return  # it left again while that was written
+            return  # it left again while something was written
         self._answered(message.instance_id, status)
         if outcome.kind != "same":
             self._meet(message.instance_id)

@@ -12,7 +12,7 @@ from astraflow.protocol.control import EvalResult
 
 ShareState = Literal["leased", "rolled", "buffered", "served", "trained", "dropped"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """In the file's `user_version`; a ledger of another one is refused by name."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -48,6 +48,7 @@ CREATE TABLE IF NOT EXISTS batches(
   policy TEXT NOT NULL, timeline INTEGER NOT NULL, version INTEGER NOT NULL,
   state TEXT NOT NULL,          -- served, trained, dead
   fresh BLOB NOT NULL, replayed BLOB NOT NULL,
+  length INTEGER NOT NULL, checksum BLOB NOT NULL,    -- of its file; xxh3-64
   PRIMARY KEY(policy, timeline, version)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS evals(number INTEGER PRIMARY KEY, result BLOB NOT NULL);

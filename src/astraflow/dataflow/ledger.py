@@ -9,7 +9,6 @@ never deleted: the file is also the log of all groups. All methods run in one th
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import astuple
@@ -111,10 +110,8 @@ class Ledger(LedgerBatches):
 
     def recover(self) -> Recovered:
         """Everything that a restarted Dataflow needs. Raises LedgerDamaged."""
-        try:
+        with self._guarded():
             return self._recover()
-        except sqlite3.Error as error:
-            raise self.damaged(str(error)) from None
 
     def _recover(self) -> Recovered:
         leases = [
@@ -135,11 +132,10 @@ class Ledger(LedgerBatches):
             for p, t, v, f, r in self._db.execute("SELECT policy, timeline, version, fresh, replayed FROM batches WHERE state='served'")
         ]
         wanted = {self._batch_path(batch.policy, batch.timeline, batch.version) for batch in served}
-        there = set(self._batches.iterdir())
-        for path in there - wanted:  # a kill came between a file and its transaction
+        for path in set(self._batches.iterdir()) - wanted:  # a kill came between a file and its transaction
             path.unlink()
-        for path in wanted - there:  # other bytes under its name would be another batch than the one that was handed out
-            raise self.damaged(f"{path.name}, a batch that is open, is missing")
+        for batch in served:  # other bytes under its name would be another batch than the one that was handed out
+            self.batch_bytes(batch.policy, batch.timeline, batch.version)
         return Recovered(
             meta=dict(self._db.execute("SELECT key, value FROM meta WHERE key!=?", (TOTALS,)).fetchall()),
             leases=leases,

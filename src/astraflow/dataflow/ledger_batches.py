@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
+from astraflow.dataflow.collate import Item, collate
 from astraflow.dataflow.journal import BatchRow, Pick, ShareRow
 from astraflow.dataflow.ledger_lives import Lives, members_of
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.dataflow.segments import DiskRefused, PayloadDamaged
+from astraflow.protocol import codec
+from astraflow.protocol.errors import ProtocolError
 
 STATS_AT_ONCE = 500
 """Leases of one query; SQLite's limit of variables was 999 for a long time."""
@@ -27,18 +31,12 @@ class LedgerBatches(Lives):
 
     def serve(self, batch: BatchRow, payload: bytes) -> None:
         """Persist which groups a batch holds, and its bytes, before it is sent."""
-        path = self._batch_path(batch.policy, batch.timeline, batch.version)
-        partial = path.with_suffix(".partial")
-        try:
-            partial.write_bytes(payload)
-            partial.replace(path)
-        except OSError as error:
-            raise DiskRefused(f"ledger: cannot write {partial}: {error.strerror}") from error
+        self._write(self._batch_path(batch.policy, batch.timeline, batch.version), payload)
         fresh = msgspec.msgpack.encode([(pick.lease_id, pick.part) for pick in batch.fresh])
         with self._transaction():
             self._db.execute(
-                "INSERT INTO batches(policy, timeline, version, state, fresh, replayed) VALUES(?,?,?,'served',?,?)",
-                (batch.policy, batch.timeline, batch.version, fresh, msgspec.msgpack.encode(batch.replayed)),
+                "INSERT INTO batches(policy, timeline, version, state, fresh, replayed, length, checksum) VALUES(?,?,?,'served',?,?,?,?)",
+                (batch.policy, batch.timeline, batch.version, fresh, msgspec.msgpack.encode(batch.replayed), *seal(payload)),
             )
             for pick in batch.fresh:
                 if pick.rest:
@@ -49,6 +47,14 @@ class LedgerBatches(Lives):
         for pick in batch.fresh:
             if pick.rest:
                 self._hold(pick.lease_id, self.places[pick.lease_id], 1)
+
+    def _write(self, path: Path, payload: bytes) -> None:
+        partial = path.with_suffix(".partial")
+        try:
+            partial.write_bytes(payload)
+            partial.replace(path)
+        except OSError as error:
+            raise DiskRefused(f"ledger: cannot write {partial}: {error.strerror}") from error
 
     def _split(self, policy: str, pick: Pick) -> None:
         """`pick.rest` becomes a buffered share of its own; statistics stay those of the whole group."""
@@ -71,20 +77,57 @@ class LedgerBatches(Lives):
         )
 
     def batch_bytes(self, policy: str, timeline: int, version: int) -> bytes | None:
-        """The bytes of a served batch; None when no such batch is open."""
-        found = self._db.execute(
-            "SELECT 1 FROM batches WHERE policy=? AND timeline=? AND version=? AND state='served'", (policy, timeline, version)
-        ).fetchone()
-        return self._batch_path(policy, timeline, version).read_bytes() if found else None
+        """The bytes of a served batch as they were written; None when no such batch is open. A damaged file is made again from the
+        payloads. Raises LedgerDamaged when that does not give the same bytes."""
+        with self._guarded():
+            found = self._db.execute(
+                "SELECT fresh, replayed, length, checksum FROM batches WHERE policy=? AND timeline=? AND version=? AND state='served'",
+                (policy, timeline, version),
+            ).fetchone()
+            if found is None:
+                return None
+            path, wrong = self._batch_path(policy, timeline, version), "damaged"
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                data, wrong = b"", "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+            if seal(data) == found[2:]:
+                return data
+            fresh = [Pick(*key) for key in msgspec.msgpack.decode(found[0], type=list[tuple[str, int]])]
+            batch = BatchRow(policy, timeline, version, fresh, msgspec.msgpack.decode(found[1], type=list[str]))
+            try:
+                data = codec.encode(collate(self._items(batch), policy, timeline, version))
+            except (PayloadDamaged, ProtocolError) as error:
+                raise self.damaged(f"{path.name}, a batch that is open, is {wrong} and cannot be made again: {error}") from None
+        if seal(data) != found[2:]:
+            raise self.damaged(f"{path.name}, a batch that is open, is {wrong}, and its groups make another one now")
+        self._write(path, data)
+        self.mended.append(f"{path} was {wrong}: made again from its groups, byte for byte")
+        return data
+
+    def _items(self, batch: BatchRow) -> list[Item]:
+        """What `batch` was collated from."""
+        members: dict[str, tuple[int, ...]] = {}
+        for pick in batch.fresh:
+            key = (pick.lease_id, batch.policy, pick.part)
+            row = self._db.execute("SELECT members FROM shares WHERE lease_id=? AND policy=? AND part=?", key).fetchone()
+            members[pick.lease_id] = members.get(pick.lease_id, ()) + members_of(row[0] if row else None)
+        wanted = [(lease_id, False) for lease_id in members] + [(lease_id, True) for lease_id in batch.replayed]
+        stats = self.shares_of(batch.policy, [lease_id for lease_id, _ in wanted])
+        for lease_id, _ in wanted:
+            if lease_id not in self.places or lease_id not in stats:
+                raise PayloadDamaged(f"nothing is known any more of its group {lease_id}")
+        return [Item(self.payload(key), stats[key], replayed, () if replayed else members[key]) for key, replayed in wanted]
 
     def shares_of(self, policy: str, lease_ids: Sequence[str]) -> dict[str, GroupStats]:
         """Lease → its statistics, as stamped at admission."""
         found: dict[str, GroupStats] = {}
-        for start in range(0, len(lease_ids), STATS_AT_ONCE):
-            some = lease_ids[start : start + STATS_AT_ONCE]
-            query = f"SELECT lease_id, stats FROM shares WHERE policy=? AND part=0 AND lease_id IN ({','.join('?' * len(some))})"
-            for lease_id, stats in self._db.execute(query, (policy, *some)):
-                found[lease_id] = msgspec.msgpack.decode(stats, type=GroupStats)
+        with self._guarded():
+            for start in range(0, len(lease_ids), STATS_AT_ONCE):
+                some = lease_ids[start : start + STATS_AT_ONCE]
+                query = f"SELECT lease_id, stats FROM shares WHERE policy=? AND part=0 AND lease_id IN ({','.join('?' * len(some))})"
+                for lease_id, stats in self._db.execute(query, (policy, *some)):
+                    found[lease_id] = msgspec.msgpack.decode(stats, type=GroupStats)
         return found
 
     def payload(self, lease_id: str) -> bytes:
@@ -175,3 +218,8 @@ class LedgerBatches(Lives):
     def _batch_path(self, policy: str, timeline: int, version: int) -> Path:
         safe = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in policy)
         return self._batches / f"{safe}-{timeline}-{version}.batch"
+
+
+def seal(data: bytes) -> tuple[int, bytes]:
+    """Length and xxh3-64, as the batch's row keeps them."""
+    return len(data), xxhash.xxh3_64_digest(data)

@@ -1,6 +1,7 @@
 """The ledger's ground: one SQLite file, transactions, running totals, and the moves of shares from state to state.
 
-A damaged file is refused by name when it is opened; a disk that takes no more bytes ends the transaction and the process.
+A damaged file is refused by name when it is opened or when its damage is met; a disk that takes no more bytes ends the transaction
+and the process, which may be started again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from astraflow.dataflow.journal import SCHEMA, SCHEMA_VERSION, ShareResult, Shar
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.dataflow.segments import DiskRefused, Location, SegmentFiles
 from astraflow.protocol.control import Drop, LedgerCounts
-from astraflow.protocol.errors import UserError
+from astraflow.protocol.errors import AstraFlowError, UserError
 
 IN_FLIGHT = ("leased", "rolled", "buffered", "served")
 TOTALS = "totals"
 """Key of the running totals in `meta`."""
 DROPS_KEPT = 20
 """For /status: what is being dropped just now. All of them are in the tables."""
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""What SQLite says of a file that is not what was written. All its other errors are the disk's, or another process's."""
 
 
 class LedgerDamaged(UserError):
@@ -48,13 +51,14 @@ class Lives:
         """(lease, policy, reason) of shares that the running transaction drops."""
         self.recent_drops: list[Drop] = []
         """As of the last commit, newest last; replaced, never changed, so that it may be read from any thread."""
-        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self.mended: list[str] = []
+        """What was found damaged and made good, until somebody tells it."""
+        with self._guarded():
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
-            self._open()
-        except sqlite3.Error as error:
-            self._db.close()
-            raise self.damaged(str(error)) from None
-        except LedgerDamaged:
+            with self._guarded():
+                self._open()
+        except AstraFlowError:
             self._db.close()
             raise
         self.snapshot = self.counts()
@@ -62,6 +66,20 @@ class Lives:
 
     def damaged(self, what: str) -> LedgerDamaged:
         return LedgerDamaged(f"ledger: {self.path} is damaged ({what}): put back a copy of the directory, or start a new run directory")
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Name what SQLite, or a row that cannot be decoded, says: LedgerDamaged, or DiskRefused, after which a restart may help."""
+        try:
+            yield
+        except msgspec.DecodeError as error:
+            raise self.damaged(f"a row of it cannot be decoded: {error}") from None
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            no_text = code is None and isinstance(error, sqlite3.OperationalError)  # Python's own: a text that is not UTF-8
+            if no_text or (code is not None and code & 0xFF in DAMAGE):
+                raise self.damaged(" ".join(str(error).split())) from None
+            raise DiskRefused(f"ledger: cannot write {self.path}: {error}: free space or make it writable, then resume") from error
 
     def _open(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -74,7 +92,9 @@ class Lives:
                 f"ledger: {self.path} was written by another version of AstraFlow (layout {version}, this one reads {SCHEMA_VERSION}):"
                 " go on with that version, or start a new run directory"
             )
+        self._refuse_damaged_pages()
         self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        self._refuse_to_forget()
         self._load_totals()
 
     def _refuse_a_torn_file(self) -> None:
@@ -85,9 +105,27 @@ class Lives:
         if not busy and there < pages * size:
             raise self.damaged(f"{there} bytes, its header says {pages * size}")
 
+    def _refuse_damaged_pages(self) -> None:
+        """Damage in the middle, which a run might meet hours later."""
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise self.damaged(" ".join(found.split()))
+
+    def _refuse_to_forget(self) -> None:
+        """Leases are written before any other file is, and never deleted: files without a lease have lost their database."""
+        if self._db.execute("SELECT 1 FROM leases LIMIT 1").fetchone():
+            return
+        there = {path: len(list(path.glob("*"))) for path in (self.path.parent / "segments", self.path.parent / "batches")}
+        if any(there.values()):
+            files = ", ".join(f"{path.name}/ has {count} files" for path, count in there.items() if count)
+            raise LedgerDamaged(
+                f"ledger: {self.path.parent}: {files}, but the database that knows them, {self.path}, is missing or empty: put back the"
+                f" whole directory ({self.path.name}-wal belongs to it), or start a new run directory"
+            )
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        try:
+        with self._guarded():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -100,11 +138,9 @@ class Lives:
                 self._fell.clear()
                 self._load_totals()
                 raise
-        except sqlite3.Error as error:
-            raise DiskRefused(f"ledger: cannot write {self.path}: {error}") from error
-        while self._unlink:
-            self._unlink.pop().unlink(missing_ok=True)
-        self._note_drops()
+            while self._unlink:
+                self._unlink.pop().unlink(missing_ok=True)
+            self._note_drops()
         self.snapshot = self.counts()
 
     def _note_drops(self) -> None:
@@ -175,7 +211,8 @@ class Lives:
 
     def check(self) -> LedgerCounts:
         """Assert conservation, in memory and in the tables, and return the counts."""
-        kept, found = self._totals(), self._count_all()
+        with self._guarded():
+            kept, found = self._totals(), self._count_all()
         kept.gaps = {policy: gaps for policy, gaps in kept.gaps.items() if gaps}
         assert kept == found, f"ledger totals {kept} differ from its tables {found}"
         after = self.counts()

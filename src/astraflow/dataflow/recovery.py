@@ -28,7 +28,8 @@ def restore(
                 state.registered = state.done = False  # the run ended in good order: this is a resume of all its parts
             shelf.barrier.models[state.model_id] = state
     shelf.barrier.resumed(now)
-    shelf.source.state = msgspec.msgpack.decode(meta["source"], type=SourceState)
+    shelf.tell_mended()
+    shelf.source.restore(msgspec.msgpack.decode(meta["source"], type=SourceState))
     shelf.leases.next_number = msgspec.msgpack.decode(meta["lease_number"], type=int)
     curation.restore(meta, found.prompts)
     shelf.steps.update(msgspec.msgpack.decode(meta["steps"], type=dict[str, dict[str, float]]) if "steps" in meta else {})

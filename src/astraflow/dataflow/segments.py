@@ -50,16 +50,16 @@ class SegmentFiles:
 
     def append(self, payload: bytes) -> Location:
         """Write one payload and hold its segment once; it is kept until every hold was released."""
-        if self._fd < 0 or self._size >= self._limit:
-            self._roll()
-        start, view = self._size, memoryview(payload)
-        while view:
-            try:
+        try:
+            if self._fd < 0 or self._size >= self._limit:
+                self._roll()
+            start, view = self._size, memoryview(payload)
+            while view:
                 written = os.write(self._fd, view)
-            except OSError as error:
-                raise DiskRefused(f"ledger: cannot write {self._path(self._current)}: {error.strerror}") from error
-            self._size += written
-            view = view[written:]
+                self._size += written
+                view = view[written:]
+        except OSError as error:
+            raise DiskRefused(f"ledger: cannot write {self._path(self._current)}: {error.strerror}") from error
         self.hold(self._current)
         return Location(self._current, start, len(payload), xxhash.xxh3_64_intdigest(payload))
 
@@ -95,7 +95,7 @@ class SegmentFiles:
 
     def _roll(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            self.close()
             closed, self._current = self._current, self._current + 1
             self._collect([closed])
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -40,6 +40,7 @@ from astraflow.dataflow.evals import EvalManager
 from astraflow.dataflow.fleet import RaaSFleet
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.leases import LeaseBook
+from astraflow.dataflow.ledger_lives import LedgerDamaged
 from astraflow.dataflow.policies import CURATORS, FILTERS, SHAPERS
 from astraflow.dataflow.policies.base import build
 from astraflow.dataflow.policies.curation import Curation
@@ -172,6 +173,9 @@ class AstraFlowService:
             self.finish("every trainer is done")
         await self._ended.wait()
         await self._end(tell_instances=not drained.is_set() and self._failure is None)
+        if isinstance(self._failure, LedgerDamaged):
+            log.error("%s", self._failure)
+            return MISTAKE  # started again, it would meet the same file
         if self._failure is not None:
             return FAILED
         if shelf.stalled:
@@ -206,8 +210,9 @@ class AstraFlowService:
             if tell_instances:  # the run is over: a later start with this ledger is a resume: it expects its trainers anew
                 await shelf.write(shelf.ledger.put, {"ended": b"1"})
             self._log_metrics()
-        counts = await shelf.write(shelf.ledger.check)
-        log.info("ledger: %s", counts)
+        if not isinstance(self._failure, LedgerDamaged):
+            counts = await shelf.write(shelf.ledger.check)
+            log.info("ledger: %s", counts)
         await self.fleet.close()
         shelf.thread.close()
         shelf.ledger.close()

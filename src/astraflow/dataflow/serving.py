@@ -17,7 +17,7 @@ from astraflow.dataflow.segments import PayloadDamaged
 from astraflow.dataflow.shelf import Shelf
 from astraflow.protocol import codec
 from astraflow.protocol.batch import Batch, BatchReply, BatchRequest, WaitEdge
-from astraflow.protocol.errors import Conflict
+from astraflow.protocol.errors import BadMessage, Conflict
 
 REJECTED_BATCHES = 16
 """Default starvation limit in batches' worth of groups: dynamic sampling on a hard set needs several, a broken reward none."""
@@ -99,10 +99,18 @@ class DataServing:
         """The bytes that were persisted under this name."""
         shelf, row = self._shelf, opened.row
         if opened.batch is None:
-            data = await shelf.write(shelf.ledger.batch_bytes, row.policy, row.timeline, row.version)
-            assert data is not None, f"served batch {row} has no bytes"
-            opened.batch = await asyncio.to_thread(codec.decode, data, Batch)
+            opened.batch = await shelf.write(self._read, row)
+            shelf.tell_mended()
         return BatchReply(kind="batch", batch=opened.batch, counts={}, metrics=opened.metrics)
+
+    def _read(self, row: BatchRow) -> Batch:
+        ledger = self._shelf.ledger
+        data = ledger.batch_bytes(row.policy, row.timeline, row.version)
+        assert data is not None, f"served batch {row} has no bytes"
+        try:
+            return codec.decode(data, Batch)
+        except BadMessage as error:
+            raise ledger.damaged(f"batch {row.version} of {row.policy}, which is open, cannot be decoded: {error}") from None
 
     def _none(self, model_id: str, batch_size: int) -> BatchReply | Edge:
         """No batch can be made: the end, starvation, or patience."""
@@ -114,7 +122,7 @@ class DataServing:
         limit = config.max_rejected_groups or REJECTED_BATCHES * groups
         too_long = tally.in_a_row > 0 and shelf.clock() - tally.rejecting_since > config.starvation_s
         if tally.in_a_row >= limit or too_long:
-            reason = f"{tally.in_a_row} groups in a row were rejected: " + ", ".join(f"{k} {v}" for k, v in tally.counts().items())
+            reason = f"{tally.in_a_row} groups in a row were rejected"
             return BatchReply(kind="starved", reason=reason, counts=tally.counts())
         there = shelf.buffers[model_id].progress(batch_size, shelf.n_samples)
         return Edge("groups", f"{there} are there, {shelf.groups_in_flight} groups are in flight")

@@ -18,6 +18,7 @@ from astraflow.dataflow.config import DataflowProcess
 from astraflow.dataflow.flow import Flow
 from astraflow.dataflow.leases import LeaseBook
 from astraflow.dataflow.ledger import Ledger, LedgerThread
+from astraflow.dataflow.ledger_lives import LedgerDamaged
 from astraflow.dataflow.pool import RaaSPool
 from astraflow.dataflow.segments import DiskRefused
 from astraflow.dataflow.source import TaskSource
@@ -178,13 +179,18 @@ class Shelf:
         log.info(text)
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
 
+    def tell_mended(self) -> None:
+        """What the ledger found damaged and made good."""
+        while self.ledger.mended:
+            self.event(self.ledger.mended.pop(0))
+
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
         """A ledger call in its own thread; calls run in the order in which they were made."""
         call = object()
         self._writing[id(call)] = (getattr(function, "__name__", "call"), self.clock())
         try:
             return await self.thread.call(function, *arguments)
-        except DiskRefused as error:  # memory is ahead of the disk now: only a restart brings them together again
+        except (DiskRefused, LedgerDamaged) as error:  # memory is ahead of the disk now: only a restart brings them together again
             self.tasks.failed("ledger", error)
             raise
         finally:

@@ -65,6 +65,12 @@ class TaskSource:
     def exhausted(self) -> bool:
         return self._epochs is not None and self.state.epoch >= self._epochs
 
+    def restore(self, state: SourceState) -> None:
+        """Go on there; with a data set that is smaller now, its next epoch begins."""
+        if state.position >= len(self.tasks):
+            state.position, state.epoch = 0, state.epoch + 1
+        self.state = state
+
     @property
     def looked(self) -> int:
         """Tasks looked at in all, wanted or not: the number of the next draw."""

@@ -43,7 +43,8 @@ class Trainers:
         shelf.barrier.state(model_id)
         self._check(message)
         async with self._serving.locks[model_id]:
-            before, earlier = shelf.barrier.models[model_id].version, shelf.barrier.models[model_id].incarnation
+            state = shelf.barrier.models[model_id]
+            before, earlier, unknown = state.version, state.incarnation, not state.digests
             outcome = shelf.barrier.ready(message, shelf.clock())
             if outcome.bumped:
                 await self._roll_back(model_id, outcome)
@@ -55,6 +56,8 @@ class Trainers:
         word = "rolled back to" if outcome.bumped else "is ready at"
         taken = f" (process {message.incarnation} takes over from {earlier})" if message.incarnation != earlier and earlier else ""
         shelf.event(f"trainer {model_id} {word} version {outcome.version}, timeline {outcome.timeline}{taken}")
+        if unknown and message.recovered_version:
+            shelf.event(f"trainer {model_id} resumes at version {message.recovered_version}; this ledger knows nothing of its past")
         self._fleet.announce()
         at_start = False
         if shelf.process.dataflow.eval.at_start and shelf.barrier.all_ready:
@@ -63,6 +66,8 @@ class Trainers:
 
     def _check(self, message: Ready) -> None:
         shelf, n = self._shelf, self._shelf.n_samples
+        if message.train_batch_size < 1:
+            raise ConfigError(f"train_batch_size: {message.train_batch_size} of {message.model_id!r}, expected at least 1")
         if shelf.process.dataflow.buffer.unit == "groups" and (message.train_batch_size < n or message.train_batch_size % n):
             raise ConfigError(f"train_batch_size: {message.train_batch_size} of {message.model_id!r} is not a multiple of n_samples ({n})")
         for instance in shelf.pool.instances.values():

@@ -46,10 +46,14 @@ class WaitBook:
     serving: DataServing
     evals: EvalManager
     _seen: dict[tuple[str, str, str], Seen] = field(default_factory=dict)
+    _leases: int = 0
+    """Leases ever issued when somebody last looked."""
 
     def edges(self, stall_left_s: float | None = None) -> list[WaitEdge]:
         """All waits, longest first. Called by the janitor too, so that ages are right when nobody asks."""
-        now = self.shelf.clock()
+        now, issued = self.shelf.clock(), self.shelf.leases.next_number
+        if issued != self._leases:  # something was leased in between: what `groups` waits for now is another wait
+            self._leases, self._seen = issued, {key: seen for key, seen in self._seen.items() if key[0] != "groups"}
         there = list(self._all(now))
         awaited = {name for edge in there for name in targets(edge)}
         found = [self._aged(edge, now) for edge in there if edge.who != "raas" or "raas" in awaited]
@@ -109,7 +113,7 @@ class WaitBook:
         shelf = self.shelf
         if shelf.leases.pending:
             yield WaitEdge(who="groups", waits_for="raas", why="leases are to be issued again", since_s=0.0)
-        elif not shelf.leases.open and shelf.recording == 0:
+        elif not shelf.leases.open and shelf.recording == 0 and not all(map(self.serving.can_serve, shelf.buffers)):
             yield WaitEdge(who="groups", waits_for="dataflow:submit", why="nothing is leased", since_s=0.0)
         held: dict[tuple[str, str], list[float]] = {}
         for (_, model_id), share in self.intake.held.items():

@@ -108,7 +108,11 @@ def _choices(value: Any) -> Iterator[str]:
 
 
 def _name(item: Any) -> str:
-    return str(item.get("name", "")) if isinstance(item, Mapping) else str(item)
+    if not isinstance(item, Mapping):
+        return str(item)
+    if not isinstance(item.get("name"), str):
+        raise ConfigError(f"dataflow.policies: {dict(item)!r}: expected a name or a mapping with the key `name`")
+    return str(item["name"])
 
 
 def _check_attribute(path: str, target: str, resolved: Resolved) -> None:

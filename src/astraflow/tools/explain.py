@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from astraflow.dataflow.reasons import describe
+from astraflow.lib.registry import closest
 from astraflow.protocol.control import LedgerCounts
+from astraflow.protocol.errors import ConfigError
 from astraflow.tools.logbook import Logbook, LoggedShare
 
 
@@ -85,6 +87,8 @@ def explain(run_dir: Path, query: Query) -> Explanation:
     """Read-only, also while the run goes on. Raises ConfigError when there is no ledger."""
     where, arguments = conditions(query)
     with Logbook(run_dir) as log:
+        if query.policy and query.policy not in (known := log.policies()):
+            raise ConfigError(f"--policy: {query.policy!r} is not in this ledger{closest(query.policy, known)}; known: {', '.join(known)}")
         reasons = [Reason(reason=name, groups=groups, rows=rows, why=describe(name)) for name, (groups, rows) in log.reasons().items()]
         shown = [explained(share, log.lost(share.lease_id, share.policy)) for share in log.shares(where, arguments, query.limit)]
         return Explanation(counts=log.counts(), reasons=reasons, groups=shown, more=log.count(where, arguments) - len(shown))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,21 +70,33 @@ class LoggedShare:
 
 
 class Logbook:
-    """`with Logbook(run_dir) as log: …`. Raises ConfigError when there is no ledger, or one of another layout."""
+    """`with Logbook(run_dir) as log: …`. Raises ConfigError when there is no ledger, or one of another layout, or where it is damaged."""
 
     def __init__(self, run_dir: Path) -> None:
-        path = run_dir / "ledger" / "ledger.sqlite"
+        self._path = path = run_dir / "ledger" / "ledger.sqlite"
         if not path.is_file():
             raise ConfigError(f"{str(run_dir)!r}: not the directory of a run (it has no ledger/ledger.sqlite)")
         # nobody writes a ledger without a -wal file, and SQLite would leave one in a directory that is only to be read
         mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        with self._reading():
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
         try:
-            self._db.execute("BEGIN")
-            self._db.execute(f"{SHARE} LIMIT 0")
-        except sqlite3.Error as error:
+            self._all("BEGIN")
+            self._all(f"{SHARE} LIMIT 0")
+        except ConfigError:
             self._db.close()
-            raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise ConfigError(f"{str(self._path)!r} cannot be read: {' '.join(str(error).split())}") from None
+
+    def _all(self, query: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
+        with self._reading():
+            return self._db.execute(query, arguments).fetchall()
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +106,8 @@ class Logbook:
 
     def counts(self) -> LedgerCounts:
         """From the tables themselves."""
-        db = self._db
-        states = dict(db.execute("SELECT state, SUM(live) FROM shares WHERE state!='dropped' GROUP BY state").fetchall())
-        made, replayed = db.execute("SELECT COALESCE(SUM(n),0), COALESCE(SUM(uses*live),0) FROM shares").fetchone()
+        states = dict(self._all("SELECT state, SUM(live) FROM shares WHERE state!='dropped' GROUP BY state"))
+        ((made, replayed),) = self._all("SELECT COALESCE(SUM(n),0), COALESCE(SUM(uses*live),0) FROM shares")
         return LedgerCounts(
             made=made,
             trained=states.get("trained", 0),
@@ -108,7 +120,7 @@ class Logbook:
         """Policy → versions behind when its batch was made → trained trajectories."""
         found: dict[str, dict[int, int]] = {}
         query = "SELECT policy, version - min_version, SUM(live) FROM shares WHERE state='trained' GROUP BY 1, 2 ORDER BY 1, 2"
-        for policy, gap, rows in self._db.execute(query):
+        for policy, gap, rows in self._all(query):
             if rows:
                 found.setdefault(policy, {})[gap] = rows
         return found
@@ -116,34 +128,39 @@ class Logbook:
     def reasons(self) -> dict[str, tuple[int, int]]:
         """Reason → (whole groups that ended by it, rows: theirs and those that other groups lost one by one)."""
         groups, rows = Counter[str](), Counter[str]()
-        for reason, count, live in self._db.execute("SELECT reason, COUNT(*), SUM(live) FROM shares WHERE state='dropped' GROUP BY reason"):
+        for reason, count, live in self._all("SELECT reason, COUNT(*), SUM(live) FROM shares WHERE state='dropped' GROUP BY reason"):
             groups[reason] += count
             rows[reason] += live
-        for reason, count in self._db.execute("SELECT reason, COUNT(*) FROM lost GROUP BY reason"):
+        for reason, count in self._all("SELECT reason, COUNT(*) FROM lost GROUP BY reason"):
             rows[reason] += count
         return {reason: (groups[reason], rows[reason]) for reason in sorted({*groups, *rows})}
 
     def shares(self, where: str = "", arguments: tuple[Any, ...] = (), limit: int = -1) -> Iterator[LoggedShare]:
         """Newest first; those that have not come yet are the newest."""
         query = f"{SHARE} {where} ORDER BY s.arrival IS NOT NULL, s.arrival DESC, s.lease_id DESC, s.policy, s.part LIMIT ?"
-        for row in self._db.execute(query, (*arguments, limit)):
-            values = list(row)
-            values[4] = members_of(row[4])
-            values[10] = msgspec.msgpack.decode(row[10], type=GroupStats) if row[10] else None
-            yield LoggedShare(*values)
+        with self._reading():  # an error of the caller's own does not come in here
+            for row in self._db.execute(query, (*arguments, limit)):
+                values = list(row)
+                values[4] = members_of(row[4])
+                values[10] = msgspec.msgpack.decode(row[10], type=GroupStats) if row[10] else None
+                yield LoggedShare(*values)
 
     def count(self, where: str = "", arguments: tuple[Any, ...] = ()) -> int:
         """How many `shares` would give."""
-        (found,) = self._db.execute(f"SELECT COUNT(*) {TABLES} {where}", arguments).fetchone()
+        ((found,),) = self._all(f"SELECT COUNT(*) {TABLES} {where}", arguments)
         return int(found)
 
     def moves(self) -> list[tuple[int, str, int]]:
         """(newest arrival before it, policy, version) of each version that moved up, oldest first."""
-        return self._db.execute("SELECT arrival, policy, version FROM moves ORDER BY number").fetchall()
+        return self._all("SELECT arrival, policy, version FROM moves ORDER BY number")
+
+    def policies(self) -> list[str]:
+        """Whose shares there are."""
+        return [policy for (policy,) in self._all("SELECT DISTINCT policy FROM shares ORDER BY policy")]
 
     def lost(self, lease_id: str, policy: str) -> dict[int, str]:
         """Trajectory → why its row ended alone."""
-        return dict(self._db.execute("SELECT idx, reason FROM lost WHERE lease_id=? AND policy=? ORDER BY idx", (lease_id, policy)))
+        return dict(self._all("SELECT idx, reason FROM lost WHERE lease_id=? AND policy=? ORDER BY idx", (lease_id, policy)))
 
     def flows(self) -> dict[str, dict[str, float]]:
         """Per policy, length and reward of all that was generated against what is trained on (names as in metrics.jsonl)."""

@@ -112,7 +112,10 @@ class Report(msgspec.Struct, kw_only=True):
 
 def started(run_dir: Path) -> bool:
     """Whether there is anything to report: the run made at least one rollout. The ledger knows it of a run too short to be seen."""
-    found = books(run_dir)
+    try:
+        found = books(run_dir)
+    except ConfigError:  # there was one: the report says what became of it
+        return True
     return found is not None and found[0].made > 0
 
 
@@ -134,8 +137,12 @@ def build(run_dir: Path) -> Report:
     status = seen.status
     flows: dict[str, dict[str, float]] = {}
     ledger, staleness = (status.ledger, status.staleness) if status else (None, {})
-    if (found := books(run_dir)) is not None:
-        ledger, staleness, flows = found
+    unread = []
+    try:
+        if (found := books(run_dir)) is not None:
+            ledger, staleness, flows = found
+    except ConfigError as error:
+        unread = [f"{error}; rollouts are told as they were last seen"]
     stall = _stall(run_dir)
     dropped = dict(sorted(ledger.dropped.items())) if ledger else {}
     rollouts = {
@@ -166,7 +173,7 @@ def build(run_dir: Path) -> Report:
         restarts=restarts(ended, seen, rows),
         flows=flows,
         stuck=[sentence(edge) for edge in stall.roots] if stall is not None else [],
-        events=[*ended.events, *seen.events],
+        events=[*ended.events, *seen.events, *unread],
     )
 
 

@@ -56,6 +56,7 @@ MISTAKES = [
     ("trainer.deadlines.batch_s=0", "trainer.deadlines.batch_s: 0.0 is out of range"),
     ("dataflow.policies.filter=keep_al", "did you mean keep_all?"),
     ("dataflow.policies.curator=accept", "did you mean accept_all?"),
+    ("dataflow.policies.curator={nam: greso}", "dataflow.policies: {'nam': 'greso'}: expected a name or a mapping with the key `name`"),
     ("dataflow.policies.curator={name: greso, p_esy: 1}", "policies.curator: greso: unknown option 'p_esy' (did you mean 'p_easy'?)"),
     ("dataflow.policies.curator=[{name: filter_solved, decay: 1}]", "dataflow.policies.curator: filter_solved: option decay: 1: Expected"),
     ("dataflow.policies.shaper={name: overlong, max_len: 8}", "dataflow.policies.shaper: overlong: option tail is required"),

@@ -196,6 +196,29 @@ def test_a_restart_in_place_is_noticed_by_the_first_answer_of_the_data_path(worl
     world.run(scene)
 
 
+def test_an_instance_that_leaves_while_the_leases_of_its_last_life_are_given_up_is_simply_gone(tmp_path: Path) -> None:
+    world = made_with(tmp_path, lambda p: setattr(p.dataflow.pool, "max_attempts", 1))
+    node = world.node("r")
+
+    async def scene() -> None:
+        await world.start(node)
+        await world.until(lambda: world.shelf.pool.instances["r"].held, 10, "leases")
+        node.incarnation, node.running = "two", {}
+        write, left = world.shelf.write, []
+
+        async def meanwhile(function: Any, *arguments: Any) -> Any:
+            if function.__name__ == "abandon" and not left:
+                left.append(await world.fleet.leave("r", False, False))
+            return await write(function, *arguments)
+
+        world.shelf.write = meanwhile
+        await world.join(node)
+        assert left, "it left in the middle of its registration"
+        assert "r" not in world.shelf.pool.instances
+
+    world.run(scene)
+
+
 def test_two_machines_under_one_name_the_first_keeps_it_while_it_lives(world: Any) -> None:
     first = world.node("r", url="http://one")
 

@@ -234,7 +234,7 @@ def test_a_file_that_is_no_database_and_one_of_another_layout_are_refused(tmp_pa
     assert "not a database" in refusal(tmp_path)
 
 
-def test_an_open_batch_whose_bytes_are_gone_is_never_made_anew(tmp_path: Path) -> None:
+def test_an_open_batch_whose_bytes_are_gone_is_never_another_one(tmp_path: Path) -> None:
     ledger = filled(tmp_path, 4)
     ledger.serve(BatchRow("m", 0, 0, [Pick("g000000")], []), b"x")
     ledger.close()
@@ -394,7 +394,7 @@ def test_a_long_run_opens_without_reading_its_finished_rows(tmp_path: Path, shar
     assert found.shares == []
     assert ledger.snapshot.trained == 4 * (shares + 8)
     assert ledger.staleness("m") == {0: 4 * (shares + 8)}
-    assert spent_s < 2.0, "CPU time; measured 0.01 s"
+    assert spent_s < 2.0, "CPU time; measured 0.02 s, for 200 000 shares 0.07 s: nearly all of it SQLite's quick_check"
     queries = {
         "open leases": "SELECT lease_id FROM leases WHERE state='open' ORDER BY lease_id",
         "finals": "SELECT lease_id FROM shares WHERE policy='m' AND state='trained' AND final=0 AND version<3",

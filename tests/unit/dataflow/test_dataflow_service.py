@@ -210,6 +210,33 @@ def test_a_version_that_is_committed_or_unknown_is_told_so(tmp_path: Path) -> No
     run(scene)
 
 
+def test_a_trainer_with_a_past_that_the_ledger_does_not_know_is_an_event(tmp_path: Path) -> None:
+    async def told(bench: Any, *recovered: int | None) -> bool:
+        for version in recovered:
+            ready = Ready(model_id="m", train_batch_size=bench.batch, sender_endpoint="", version=7, recovered_version=version, digest="d7")
+            await bench.service.trainers.ready(ready)
+        bench.close()
+        return any("resumes at version 7; this ledger knows nothing of its past" in event for event in bench.shelf.events)
+
+    async def scene() -> None:
+        assert await told(Bench(tmp_path / "new"), 7)
+        assert not await told(Bench(tmp_path / "known"), None, 7)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("size", [0, -6])
+def test_a_batch_size_below_one_is_refused_whatever_the_unit(tmp_path: Path, size: int) -> None:
+    async def scene() -> None:
+        bench = Bench(tmp_path, change=lambda p: setattr(p.dataflow.buffer, "unit", "sequences"))
+        with pytest.raises(ConfigError, match=f"train_batch_size: {size} of 'm', expected at least 1"):
+            await bench.service.trainers.ready(Ready(model_id="m", train_batch_size=size, sender_endpoint=""))
+        assert bench.shelf.barrier.models["m"].batch_size == 0, "nothing was kept of it"
+        bench.close()
+
+    run(scene)
+
+
 def test_a_batch_size_that_is_no_multiple_of_the_group_is_refused(tmp_path: Path) -> None:
     async def scene() -> None:
         bench = Bench(tmp_path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def test_a_restored_position_goes_on_as_if_nothing_had_happened(size: int, befor
     for _ in range(before):
         first.draw(wants)
     second = TaskSource(tasks(size), seed=5)
-    second.state = first.state
+    second.restore(first.state)
     assert [second.draw(wants) for _ in range(after)] == expected[before:]
     assert second.state == whole.state
 
@@ -98,3 +99,17 @@ def test_a_recovered_lease_finds_its_task_only_if_it_is_still_the_same() -> None
     assert source.find(1, "t1") is not None
     assert source.find(1, "t2") is None
     assert source.find(9, "t9") is None
+
+
+def test_a_position_beyond_a_set_that_became_smaller_is_the_beginning_of_the_next_epoch() -> None:
+    before = TaskSource(tasks(64), seed=5, epochs=2)
+    for _ in range(47):
+        before.draw(every)
+    for size, epochs, left in ((32, 2, 32), (47, 2, 47), (48, 2, 1 + 48), (32, 1, 0)):
+        after = TaskSource(tasks(size), seed=5, epochs=epochs)
+        after.restore(msgspec.structs.replace(before.state))
+        drawn = []
+        while (draw := after.draw(every)) is not None:
+            drawn.append(draw.index)
+        assert len(drawn) == left
+        assert set(Counter(drawn[-size:]).values()) <= {1}

@@ -84,10 +84,20 @@ def test_tasks_leases_reasons_and_policies_choose_and_the_limit_says_how_many_mo
         assert [group.lease_id for group in explain(tmp_path, Query(reason="zero_variance")).groups] == [leases[2]]
         assert [group.lease_id for group in explain(tmp_path, Query(reason="unscored")).groups] == [leases[4], leases[3]], "newest first"
         assert explain(tmp_path, Query(reason="zero")).groups == []
-        assert explain(tmp_path, Query(policy="other")).groups == []
+        assert [group.lease_id for group in explain(tmp_path, Query(reason="stale", policy="m")).groups] == [leases[5]]
         some = explain(tmp_path, Query(limit=1))
         assert ([group.lease_id for group in some.groups], some.more) == ([leases[5]], 3)
         assert "… and 3 more (--limit)" in text(some)
+        bench.close()
+
+    run(scene)
+
+
+def test_a_policy_that_the_ledger_does_not_know_is_a_mistake_and_not_an_empty_answer(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench, _ = await made(tmp_path)
+        with pytest.raises(ConfigError, match="--policy: 'n' is not in this ledger; known: m"):
+            explain(tmp_path, Query(policy="n"))
         bench.close()
 
     run(scene)

@@ -7,6 +7,7 @@ import json
 import shutil
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from astraflow.dataflow.journal import BatchRow, LeaseRow, Pick, Result, ShareRe
 from astraflow.dataflow.ledger import Ledger
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.dataflow.policies.greso import Greso
+from astraflow.protocol.errors import ConfigError
+from astraflow.tools.logbook import Logbook
 from astraflow.tools.replay import Outcome, replay
 
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
@@ -236,3 +239,52 @@ def test_a_wrong_directory_name_or_option_is_one_line_and_status_2(
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_damage_that_a_reader_meets_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    for number in range(200):
+        run.group(f"t{number}", MIXED, reason="stale" if number % 2 else "")
+    run.ledger.close()
+    path = tmp_path / "ledger" / "ledger.sqlite"
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 2 // 4096 * 4096)
+        file.write(b"\xff" * (size - file.tell()))
+    for verb in ("replay", "explain"):
+        monkeypatch.setattr(sys, "argv", ["astraflow", verb, str(tmp_path)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        error = capsys.readouterr().err
+        assert (end.value.code, error.count("\n")) == (2, 1), error
+        assert "ledger.sqlite' cannot be read: database disk image is malformed" in error
+
+
+def test_every_question_to_a_damaged_log_is_answered_by_its_name(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for number in range(200):
+        run.group(f"t{number}", MIXED)
+    run.ledger.close()
+    path = tmp_path / "ledger" / "ledger.sqlite"
+    whole = path.read_bytes()
+    questions: dict[str, Callable[[Logbook], object]] = {
+        "counts": lambda log: log.counts(),
+        "staleness": lambda log: log.staleness(),
+        "reasons": lambda log: log.reasons(),
+        "shares": lambda log: list(log.shares()),
+        "count": lambda log: log.count(),
+        "moves": lambda log: log.moves(),
+        "lost": lambda log: log.lost("g0001", "m"),
+        "flows": lambda log: log.flows(),
+        "policies": lambda log: log.policies(),
+    }
+    for what, ask in questions.items():
+        path.write_bytes(whole)
+        with Logbook(tmp_path) as log:
+            with path.open("r+b") as file:
+                file.seek(4096)
+                file.write(b"\xff" * (len(whole) - 4096))
+            with pytest.raises(ConfigError, match="cannot be read: database disk image is malformed"):
+                pytest.fail(f"{what}: {ask(log)}")

@@ -155,6 +155,16 @@ def test_a_failed_run_is_reported_as_failed(run_dir: Path) -> None:
     assert report.verdict(report.build(run_dir)) == "FAILED: dataflow was killed by SIGKILL"
 
 
+def test_a_ledger_that_cannot_be_read_costs_its_numbers_and_not_the_report(run_dir: Path) -> None:
+    (run_dir / "ledger").mkdir()
+    (run_dir / "ledger" / "ledger.sqlite").write_bytes(b"no database at all" * 400)
+    assert report.started(run_dir)
+    made = report.write(run_dir, Console(file=(out := io.StringIO()), width=200))
+    assert made.rollouts["trained"] == 120, "as Dataflow told it last"
+    assert "ledger.sqlite' cannot be read: file is not a database; rollouts are told as they were last seen" in out.getvalue()
+    assert json.loads((run_dir / "report.json").read_text())["events"][-1].endswith("last seen")
+
+
 def test_a_run_without_rollouts_has_nothing_to_report(tmp_path: Path) -> None:
     (tmp_path / "observed.json").write_bytes(msgspec.json.encode(Observed()))
     assert not report.started(tmp_path)
