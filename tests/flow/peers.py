@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,20 @@ class Stage:
             if child.poll() is None:
                 child.kill()
             child.wait(WAIT_S)
+
+
+@contextlib.contextmanager
+def staged(tmp_path: Path) -> Iterator[Stage]:
+    """A stage for groups of four, whose Dataflow looks often and is patient; every process of it ends with it."""
+    process = DataflowProcess(run_id=RUN_ID, run_dir=str(tmp_path / "run"))
+    process.workflow.n_samples = 4
+    pool = process.dataflow.pool
+    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
+    made = Stage(tmp_path, process)
+    try:
+        yield made
+    finally:
+        made.end()
 
 
 def _raas_main(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
 from astraflow.datasets.config import ValidDatasetConfig
 from astraflow.protocol import control
 from astraflow.protocol.routes import DataflowAPI, RaaSAPI
@@ -29,15 +28,10 @@ TASKS, N = 4, 2
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Any]:
-    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
-    process.workflow.n_samples = 4
-    process.dataflow.eval.mode = "synchronous"
-    process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=N)}
-    pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
-    made = peers.Stage(tmp_path, process)
-    yield made
-    made.end()
+    with peers.staged(tmp_path) as made:
+        made.process.dataflow.eval.mode = "synchronous"
+        made.process.valid_datasets = {"heldout": ValidDatasetConfig(n_samples=N)}
+        yield made
 
 
 def results(trainer: Any) -> list[control.EvalResult]:

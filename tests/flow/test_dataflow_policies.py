@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
 from astraflow.dataflow.source import FORCED_AFTER
 
 _spec = importlib.util.spec_from_file_location("peers", Path(__file__).with_name("peers.py"))
@@ -25,13 +24,8 @@ _spec.loader.exec_module(peers)
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Any]:
-    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
-    process.workflow.n_samples = 4
-    pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
-    made = peers.Stage(tmp_path, process)
-    yield made
-    made.end()
+    with peers.staged(tmp_path) as made:
+        yield made
 
 
 def test_a_run_whose_every_prompt_is_solved_goes_on_by_force_over_a_kill_and_its_log_can_be_replayed(stage: Any, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
 from astraflow.datasets.config import ValidDatasetConfig
 from astraflow.protocol import codec, control
 from astraflow.protocol.errors import ConfigError, Conflict, Replaced, Unavailable
@@ -31,13 +30,8 @@ _spec.loader.exec_module(peers)
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Any]:
-    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
-    process.workflow.n_samples = 4
-    pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
-    made = peers.Stage(tmp_path, process)
-    yield made
-    made.end()
+    with peers.staged(tmp_path) as made:
+        yield made
 
 
 def adds_up(ledger: control.LedgerCounts) -> bool:

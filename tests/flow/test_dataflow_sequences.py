@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
 from astraflow.trainer.algorithms.objective import Objective
 from astraflow.trainer.batch import ragged
 from astraflow.trainer.config import PPOConfig
@@ -30,14 +29,9 @@ N, BATCH, STEPS = 4, 6, 6
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Any]:
-    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
-    process.workflow.n_samples = N
-    process.dataflow.buffer.unit = "sequences"
-    pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
-    made = peers.Stage(tmp_path, process)
-    yield made
-    made.end()
+    with peers.staged(tmp_path) as made:
+        made.process.dataflow.buffer.unit = "sequences"
+        yield made
 
 
 def test_advantages_of_split_groups_are_those_of_whole_ones(stage: Any) -> None:

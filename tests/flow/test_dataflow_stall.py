@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from astraflow.dataflow.config import DataflowProcess
 from astraflow.dataflow.stall import StallReport
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,13 +33,8 @@ STUCK = "raas.engine.options={stuck_requests: [" + ", ".join(map(str, range(512)
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Any]:
-    process = DataflowProcess(run_id=peers.RUN_ID, run_dir=str(tmp_path / "run"))
-    process.workflow.n_samples = 4
-    pool = process.dataflow.pool
-    pool.heartbeat_s, pool.status_timeout_s, pool.pull_wait_s = 1.0, 20.0, 1.0
-    made = peers.Stage(tmp_path, process)
-    yield made
-    made.end()
+    with peers.staged(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from astraflow.dataflow.policies.base import GroupStats
-from astraflow.dataflow.policies.memory import Decay, PassRates, Share
+from astraflow.dataflow.policies.memory import Decay, PassRates, Rated, Share
 
 
 class AcceptAll:
@@ -31,28 +31,13 @@ class AcceptAll:
         return None
 
 
-class FilterSolved:
+class FilterSolved(Rated):
     """Prompts whose pass rate is below `threshold`, and those never measured (numerics 19)."""
 
     def __init__(self, threshold: Share = 0.95, decay: Decay = 0.9, correct_threshold: float = 0.5) -> None:
+        super().__init__(PassRates(decay, correct_threshold))
         self._threshold = threshold
-        self._rates = PassRates(decay, correct_threshold)
 
     def wants(self, policy: str, task_id: str, chance: float) -> bool:
         rate = self._rates.rate(policy, task_id)
         return rate is None or rate < self._threshold
-
-    def observe(self, policy: str, stats: GroupStats) -> None:
-        self._rates.observe(policy, stats)
-
-    def on_version(self, policy: str, version: int, epoch: int) -> None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def changed(self) -> list[tuple[str, str, Any]]:
-        return self._rates.memory.changed()
-
-    def restore(self, state: dict[str, Any], prompts: Iterable[tuple[str, str, Any]]) -> None:
-        self._rates.restore(prompts)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from astraflow.dataflow.policies.base import GroupStats
-from astraflow.dataflow.policies.memory import Decay, PassRates, Share
+from astraflow.dataflow.policies.memory import Decay, PassRates, Rated, Share
 from astraflow.protocol.errors import ConfigError
 
 
@@ -30,7 +28,7 @@ DEFAULT_BANDS = [
 ]
 
 
-class Curriculum:
+class Curriculum(Rated):
     """A measured prompt is submitted with probability weight / largest weight of its band; one whose rate lies in no band is not.
 
     Prompts never measured are accepted: that is how they are measured. The rate is the debiased average of `filter_solved`, with a
@@ -39,6 +37,7 @@ class Curriculum:
     """
 
     def __init__(self, bands: list[Band] | None = None, decay: Decay = 0.5, correct_threshold: float = 0.5) -> None:
+        super().__init__(PassRates(decay, correct_threshold))
         self._bands = sorted(DEFAULT_BANDS if bands is None else bands, key=lambda band: band.low)
         for band in self._bands:
             if not band.low < band.high:
@@ -51,7 +50,6 @@ class Curriculum:
         self._largest = max((band.weight for band in self._bands), default=0.0)
         if self._largest <= 0:
             raise ConfigError("option bands: no band has a weight above 0")
-        self._rates = PassRates(decay, correct_threshold)
 
     def probability(self, policy: str, task_id: str) -> float:
         """Of being submitted."""
@@ -63,18 +61,3 @@ class Curriculum:
 
     def wants(self, policy: str, task_id: str, chance: float) -> bool:
         return chance < self.probability(policy, task_id)
-
-    def observe(self, policy: str, stats: GroupStats) -> None:
-        self._rates.observe(policy, stats)
-
-    def on_version(self, policy: str, version: int, epoch: int) -> None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def changed(self) -> list[tuple[str, str, Any]]:
-        return self._rates.memory.changed()
-
-    def restore(self, state: dict[str, Any], prompts: Iterable[tuple[str, str, Any]]) -> None:
-        self._rates.restore(prompts)

@@ -64,3 +64,25 @@ class PassRates:
 
     def restore(self, prompts: Iterable[tuple[str, str, Any]]) -> None:
         self.memory.restore((policy, task_id, (float(right), float(weight))) for policy, task_id, (right, weight) in prompts)
+
+
+class Rated:
+    """What curators that go by pass rates have in common: all but the decision."""
+
+    def __init__(self, rates: PassRates) -> None:
+        self._rates = rates
+
+    def observe(self, policy: str, stats: GroupStats) -> None:
+        self._rates.observe(policy, stats)
+
+    def on_version(self, policy: str, version: int, epoch: int) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def changed(self) -> list[tuple[str, str, Any]]:
+        return self._rates.memory.changed()
+
+    def restore(self, state: dict[str, Any], prompts: Iterable[tuple[str, str, Any]]) -> None:
+        self._rates.restore(prompts)
