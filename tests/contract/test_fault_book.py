@@ -19,35 +19,60 @@ ROWS = "unit/dataflow/test_dataflow_known_faults_of_rows.py"
 FLEET = "unit/dataflow/test_dataflow_fleet.py"
 PROCESS = "flow/test_dataflow_process.py"
 TRANSFER = "flow/test_weights_transfer.py"
+RANKS = "flow/test_weights_ranks.py"
+CHAINS = "flow/test_weights_chains.py"
+SOAK = "flow/test_weights_soak.py"
 REWARDS = "unit/rewards/test_rewards_api.py"
+EXECUTOR = "unit/raas/test_raas_executor.py"
+EMBEDDED = "flow/test_raas_embedded_engine.py"
+GOLDEN = "unit/workflows/test_workflows_golden.py"
 
 BOOK: dict[int, tuple[str, ...]] = {
     1: (
         f"{OURS}::test_fault_1_a_failed_load_is_no_success_and_is_tried_again",
         f"{TRANSFER}::test_case_g29_a_failed_version_is_never_counted_as_applied",
         "unit/raas/test_raas_sync.py::test_a_failure_leaves_the_old_version_and_the_next_notice_tries_again",
+        "unit/raas/test_raas_canary.py::test_the_receipt_moves_when_the_canary_has_passed_and_is_taken_back_when_it_fails",
+        f"{EMBEDDED}::test_a_load_that_the_engine_only_claims_takes_the_instance_out_until_one_passes",
     ),
     2: (
         f"{TRANSFER}::test_reads_are_never_torn_while_the_writer_goes_on",
         f"{TRANSFER}::test_a_damaged_byte_on_the_wire_is_noticed_and_never_served",
+        f"{SOAK}::test_twenty_versions_with_three_receivers_and_random_kills_serve_what_was_published",
     ),
     3: (
         f"{OURS}::test_faults_3_and_4_a_trainer_re_attaches_at_any_version_and_the_instances_follow_it_down",
         "unit/dataflow/test_dataflow_barrier.py::test_ready_again_is_harmless_and_a_lower_version_bumps_the_timeline",
+        f"{CHAINS}::test_faults_3_and_4_a_receiver_follows_a_new_sender_down_and_up_again",
     ),
     4: (
         f"{OURS}::test_faults_3_and_4_a_trainer_re_attaches_at_any_version_and_the_instances_follow_it_down",
         f"{PROCESS}::test_a_trainer_that_comes_back_lower_gets_a_new_timeline_and_its_rows_again",
         "unit/raas/test_raas_sync.py::test_a_new_timeline_rolls_back_with_a_full_pull_and_a_dead_one_is_ignored",
+        f"{CHAINS}::test_faults_3_and_4_a_receiver_follows_a_new_sender_down_and_up_again",
     ),
-    5: (f"{TRANSFER}::test_a_delta_needs_the_very_base_that_is_held",),
+    5: (
+        f"{TRANSFER}::test_a_delta_needs_the_very_base_that_is_held",
+        "unit/weights/test_weights_chain.py"
+        "::test_fault_5_links_of_a_ticket_lead_from_the_base_that_is_held_to_the_version_that_was_asked_for",
+    ),
     6: ("unit/weights/test_weights_transfers.py::test_a_transfer_holds_its_half_from_ticket_to_verdict",),
-    7: ("unit/weights/test_weights_transfers.py::test_a_receiver_that_asks_again_replaces_its_transfer_and_there_is_a_limit",),
+    7: (
+        "unit/weights/test_weights_transfers.py::test_a_receiver_that_asks_again_replaces_its_transfer_and_there_is_a_limit",
+        f"{CHAINS}::test_fault_7_a_pull_that_runs_out_of_time_is_a_failure_on_both_sides",
+    ),
+    8: (
+        f"{RANKS}::test_fault_8_uneven_shards_give_the_words_of_the_whole_tensor",
+        "unit/weights/test_weights_shards.py::test_fault_8_uneven_rows_are_cut_as_torch_cuts_them_and_none_is_left_out_or_written_twice",
+    ),
     9: (
         f"{TRANSFER}::test_a_transfer_survives_the_death_of_its_sender",
         f"{TRANSFER}::test_a_sender_that_keeps_dying_stops_the_run",
     ),
-    10: ("unit/raas/test_raas_engines_base.py::test_any_interruption_pattern_gives_the_same_tokens_as_none",),
+    10: (
+        "unit/raas/test_raas_engines_base.py::test_any_interruption_pattern_gives_the_same_tokens_as_none",
+        f"{EMBEDDED}::test_updates_in_the_middle_of_sixteen_generations_drop_cut_and_mislabel_nothing",
+    ),
     11: (
         f"{OURS}::test_fault_11_whoever_dies_the_others_pass_the_barrier_after_its_deadline",
         "unit/dataflow/test_dataflow_eval_run.py::test_a_dead_trainer_leaves_the_barrier_and_a_slow_one_is_named_at_the_deadline",
@@ -78,12 +103,17 @@ BOOK: dict[int, tuple[str, ...]] = {
     18: (
         f"{ROWS}::test_fault_18_truncated_is_what_the_engine_said_and_not_who_is_longest",
         "unit/trainer/test_trainer_batch.py::test_masks_come_from_lengths_not_from_token_values",
+        f"{EXECUTOR}::test_faults_18_and_26_truncated_is_what_the_engine_says_and_not_what_text_or_padding_counts",
     ),
     19: (
         f"{ROWS}::test_fault_19_every_policys_queue_has_the_whole_sequence_in_its_order_and_its_own_mask",
         "unit/dataflow/test_dataflow_collate.py::test_other_policies_tokens_are_context_only",
+        f"{GOLDEN}::test_fault_19_policies_in_one_context_keep_the_order_in_which_they_spoke",
     ),
-    20: ("unit/raas/test_raas_slots.py::test_accepted_samples_never_exceed_the_slots",),
+    20: (
+        "unit/raas/test_raas_slots.py::test_accepted_samples_never_exceed_the_slots",
+        "unit/raas/test_raas_spawn.py::test_fault_20_any_tree_of_agents_ends_with_one_slot_and_one_place_in_the_engine",
+    ),
     21: (
         f"{OURS}::test_fault_21_no_group_id_comes_twice_over_restarts_and_run_directories",
         "unit/dataflow/test_dataflow_admission.py::test_two_data_sets_with_the_same_row_number_stay_two_groups",
@@ -102,16 +132,25 @@ BOOK: dict[int, tuple[str, ...]] = {
         "unit/dataflow/test_dataflow_pool.py::test_no_work_before_it_serves_the_newest_weights",
     ),
     25: (f"{FLEET}::test_one_silent_instance_delays_nobody_elses_check",),
+    26: (f"{EXECUTOR}::test_faults_18_and_26_truncated_is_what_the_engine_says_and_not_what_text_or_padding_counts",),
     27: (
         f"{ROWS}::test_fault_27_a_sequence_with_one_version_too_few_dies_at_the_door",
         "unit/raas/test_raas_trajectory.py::test_version_spans_agree_with_a_loop_over_tokens",
+        f"{GOLDEN}::test_fault_27_what_was_sent_and_sampled_is_what_is_trained_on_token_by_token",
     ),
     28: (
         f"{OURS}::test_fault_28_an_omitted_key_has_a_value_of_its_type",
         "unit/config/test_config_check.py::test_omitted_keys_take_their_declared_defaults_and_never_none",
     ),
-    29: ("unit/trainer/test_trainer_losses.py::test_m2po_masks_exactly_what_the_definition_says_ties_included",),
-    30: (f"{FLEET}::test_a_failed_notice_is_seen_and_sent_again_and_holds_up_nobody",),
+    29: (
+        "unit/trainer/test_trainer_losses.py::test_m2po_masks_exactly_what_the_definition_says_ties_included",
+        "unit/trainer/test_trainer_local.py::test_micro_batches_and_row_order_do_not_change_the_gradient",
+        "flow/test_trainer_ranks.py::test_sharded_ranks_take_the_local_backends_steps_and_export_its_words",
+    ),
+    30: (
+        f"{FLEET}::test_a_failed_notice_is_seen_and_sent_again_and_holds_up_nobody",
+        "flow/test_trainer_loop.py::test_a_dataflow_that_dies_and_returns_is_attached_to_again_without_losing_a_step",
+    ),
     31: ("unit/weights/test_weights_staging.py::test_a_file_in_place_is_never_written_again",),
     32: (
         f"{OURS}::test_fault_32_a_pickled_body_is_refused_on_every_route_and_never_executed",
@@ -122,8 +161,13 @@ BOOK: dict[int, tuple[str, ...]] = {
     34: (
         f"{OURS}::test_fault_34_nothing_in_memory_grows_with_the_length_of_the_run",
         f"{TRANSFER}::test_nothing_is_left_after_a_normal_end_or_after_kill_9",
+        f"{RANKS}::test_fault_34_ranks_that_were_killed_leave_no_shared_memory",
     ),
-    35: (f"{REWARDS}::test_a_reward_that_spins_for_ever_is_killed_while_others_go_on",),
+    35: (
+        f"{REWARDS}::test_a_reward_that_spins_for_ever_is_killed_while_others_go_on",
+        f"{REWARDS}::test_fault_35_what_a_hanging_reward_has_started_ends_with_it",
+        "flow/test_raas_service.py::test_a_reward_that_mostly_fails_is_data_a_metric_and_in_the_end_a_closed_gate",
+    ),
     36: (
         "contract/test_fault_book.py::test_fault_36_no_process_of_ours_ends_without_cleaning_up_or_kills_by_name",
         "flow/test_system_run.py::test_every_process_of_the_recipe_ends_with_0_and_the_books_add_up",
@@ -134,10 +178,12 @@ BOOK: dict[int, tuple[str, ...]] = {
         f"{TRANSFER}::test_a_dead_receiver_blocks_neither_another_one_nor_the_writer",
     ),
 }
-"""Fault → tests. Faults 8 and 26 belong to rooms that are not built yet: sharded tensors, and workflows that re-encode."""
+"""Fault → tests."""
 
 OF_DATAFLOW = {1, 3, 4, 11, 12, 13, 14, 15, 16, 17, 18, 19, 21, 22, 23, 24, 25, 27, 28, 30, 32, 34, 36, 37, 38}
 """Faults whose tests stand in Dataflow's part of the tree, and name them."""
+OF_WEIGHTS = {1, 2, 3, 4, 5, 6, 7, 9, 31, 32, 33, 34, 38}
+"""Faults whose tests stand in the weights' part of the tree, and name them."""
 
 NAMED = re.compile(r"dataflow|staleness|buffer|resume|recover|(?<!_)eval|serving|checkpoint")
 """Components of cases that are Dataflow's business (a trainer's checkpoint is the other half of a resume)."""
@@ -164,6 +210,12 @@ def test_every_fault_of_dataflow_is_named_in_a_test(fault: int) -> None:
     assert any(fault in faults_in(text) for text in told), f"fault {fault} is named in none of {BOOK[fault]}"
 
 
+@pytest.mark.parametrize("fault", sorted(OF_WEIGHTS))
+def test_every_fault_of_the_weights_is_named_in_a_test_of_theirs(fault: int) -> None:
+    told = [functions_in(path)[name] for path, _, name in (test.partition("::") for test in BOOK[fault]) if "weights" in path]
+    assert any(fault in faults_in(text) for text in told), f"fault {fault} is named in none of {BOOK[fault]}"
+
+
 def faults_in(text: str) -> set[int]:
     """Numbers that follow `fault` or `faults`: `faults 3 and 4`, `Fault 25:`."""
     lists = re.findall(r"(?i)faults? (\d+(?:(?:,| and|, and) \d+)*)", text)
@@ -171,7 +223,7 @@ def faults_in(text: str) -> set[int]:
 
 
 def test_the_book_knows_every_fault_of_the_list() -> None:
-    assert set(BOOK) | {8, 26} == set(range(1, 39))
+    assert set(BOOK) == set(range(1, 39))
     assert set(BOOK) >= OF_DATAFLOW
 
 

@@ -245,6 +245,18 @@ class ScriptedRaaS:
         await server.stop(1.0)
 
 
+def patiently(call: Any, deadline_s: float = WAIT_S) -> Any:
+    """Again while it may still succeed."""
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            return call()
+        except Retryable:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
 @dataclass
 class Trainer:
     """The three calls of a trainer, with what it trained on."""
@@ -314,15 +326,7 @@ class Trainer:
     def shutdown(self) -> None:
         self.client.call(DataflowAPI.shutdown, control.Shutdown(model_id=self.model_id), timeout_s=WAIT_S)
 
-    def patiently(self, call: Any, deadline_s: float = WAIT_S) -> Any:
-        end = time.monotonic() + deadline_s
-        while True:
-            try:
-                return call()
-            except Retryable:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
+    patiently = staticmethod(patiently)
 
 
 def until(condition: Any, deadline_s: float, what: str) -> Any:

@@ -22,6 +22,7 @@ import msgspec
 from system_observer import DIRECTORY
 
 from astraflow.dataflow.policies.base import GroupStats
+from astraflow.lib.tls import PLAIN, Tls
 from astraflow.lib.wire import new_identity
 from astraflow.lib.wire_client import SyncClient
 from astraflow.protocol.control import DataflowStatus, InstanceInfo
@@ -155,6 +156,8 @@ class Run:
     output: Path
     served: set[tuple[str, int, int, str]] = field(default_factory=set)
     """(policy, timeline, version, digest) that any instance was seen to serve."""
+    tls: Tls = PLAIN
+    """What the observer trusts."""
     _client: tuple[str, SyncClient] | None = None
 
     # --- while it runs --------------------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ class Run:
         try:
             url = (self.run_dir / "dataflow.url").read_text().strip()
             if self._client is None or self._client[0] != url:
-                self._client = url, SyncClient(url, new_identity(""))
+                self._client = url, SyncClient(url, new_identity("", tls=self.tls))
             found = self._client[1].call(DataflowAPI.status, timeout_s=20.0)
         except (FileNotFoundError, AstraFlowError):
             return None
@@ -199,13 +202,14 @@ class Run:
         return {process_name(command_of(pid)): pid for pid in children_of(self.process.pid)}
 
     def kill(self, name: str) -> int:
-        """kill -9 of one process, by its pid; `sender of trainer-x` is the trainer's child, `engine of raas-0` the service's."""
+        """kill -9 of one process, by its pid; `sender of trainer-x` is the trainer's child, `engine of raas-0` the service's, `rank 1 of
+        trainer-x` one of several ranks."""
         kind, _, owner = name.rpartition(" of ")
         end = time.monotonic() + GONE_S
         while True:  # the kernel's list of children may miss one while others come and go
             pid = self.pids().get(owner)
             if kind and pid is not None:
-                pid = next((child for child in children_of(pid) if kind in " ".join(command_of(child))), None)
+                pid = next((child for child in children_of(pid) if kind in " ".join(command_of(child)) or kind == rank_of(child)), None)
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
                 return pid
@@ -303,6 +307,8 @@ class Stage:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.path = [FLOW, ROOT / "src"]
+        """Where the commands find modules."""
         self._runs: list[Run] = []
         self.others: list[subprocess.Popen[bytes]] = []
 
@@ -326,7 +332,7 @@ class Stage:
 
     def _start(self, output: Path, *arguments: str, observed: Path | None = None) -> subprocess.Popen[bytes]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ASTRAFLOW_")}
-        environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FLOW}{os.pathsep}{ROOT / 'src'}"}
+        environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, self.path))}
         if observed is not None:
             environment[DIRECTORY] = str(observed)
         with output.open("wb") as file:
@@ -361,6 +367,15 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         pass
     return found
+
+
+def rank_of(pid: int) -> str:
+    """`rank 1` of a trainer with several ranks."""
+    try:
+        pairs = (item.partition("=") for item in Path(f"/proc/{pid}/environ").read_text("utf-8", "replace").split("\0"))
+        return next((f"rank {value}" for name, _, value in pairs if name == "RANK"), "")
+    except OSError:
+        return ""
 
 
 def command_of(pid: int) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from system_observer import DIRECTORY, GO, note, row_name
 
 from astraflow.trainer.backends.base import TrainState
@@ -54,9 +55,9 @@ class RememberingBackend(LocalBackend):
         state.values["lineage"] = self.lineage or []
         return state
 
-    def load_state(self, state: TrainState) -> None:
-        super().load_state(state)
-        self.lineage = list(state.values["lineage"])
+    def load_state(self, values: dict[str, Any], fill: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        super().load_state(values, fill)
+        self.lineage = list(values["lineage"])
 
     def export(self, path: Path) -> None:
         super().export(path)

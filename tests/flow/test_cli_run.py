@@ -10,23 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from system import ROOT, SCRIPTED, TWO_POLICIES, Run, Stage, instance, version
 
 DEADLINE_S = 120.0
 ENDLESS = (*SCRIPTED, "trainer.max_steps=1000", "trainer.eval_freq=0")
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def begun(stage: Stage, *overrides: str) -> Run:

@@ -35,7 +35,7 @@ def stage(tmp_path: Path) -> Iterator[Any]:
 
 
 def results(trainer: Any) -> list[control.EvalResult]:
-    reply = trainer.client.call(DataflowAPI.eval_results, control.EvalResultsRequest(wait_s=1.0), timeout_s=5.0)
+    reply = trainer.client.call(DataflowAPI.eval_results, control.EvalResultsRequest(wait_s=1.0), timeout_s=peers.WAIT_S)
     return [] if reply.running else reply.results
 
 
@@ -53,6 +53,11 @@ def adds_up(ledger: control.LedgerCounts) -> bool:
     return ledger.made == ledger.trained + sum(ledger.dropped.values()) + sum(ledger.in_flight.values())
 
 
+def served(trainer: Any) -> dict[str, dict[str, int]]:
+    """Version per policy of each instance in the pool."""
+    return {i.instance_id: {m: s.version for m, s in i.serving.items()} for i in trainer.status().instances}
+
+
 def waits(trainer: Any, who: str, waits_for: str) -> Any:
     """The edge, or None."""
     return next((edge for edge in trainer.status().waits if (edge.who, edge.waits_for) == (who, waits_for)), None)
@@ -66,6 +71,7 @@ def test_both_policies_on_both_instances_at_exactly_the_version_and_the_cancelle
     for name in ("r0", "r1"):
         stage.raas(name, "--policies", "solver,checker", "--gate", str(gate))
     solver, checker = trainers = [peers.Trainer(stage.url, model_id=name) for name in ("solver", "checker")]
+    peers.until(lambda: set(served(solver)) == {"r0", "r1"}, 30, "both instances")
     for trainer in trainers:
         trainer.ready()
     solver.step()
@@ -91,9 +97,8 @@ def test_both_policies_on_both_instances_at_exactly_the_version_and_the_cancelle
     assert result.metrics["avg@2"] == 0.5
     status = solver.status()
     assert status.metrics["rollout/cancelled_leases"] == 2
-    assert {i.instance_id: {m: s.version for m, s in i.serving.items()} for i in status.instances} == {
-        name: {"solver": 3, "checker": 3} for name in ("r0", "r1")
-    }
+    third = {"solver": 3, "checker": 3}
+    peers.until(lambda: served(solver) == {"r0": third, "r1": third}, 30, "both serve what was evaluated")
     gate.touch()
     for _ in range(3):
         solver.step()
@@ -123,7 +128,7 @@ def test_an_instance_that_is_killed_gives_its_tasks_back_and_training_goes_on(st
 
     def both_work() -> bool:
         found = trainer.status().instances
-        held = [peers.SyncClient(i.url, trainer.client.identity).call(RaaSAPI.leases, timeout_s=5.0).held for i in found]
+        held = [peers.SyncClient(i.url, trainer.client.identity).call(RaaSAPI.leases, timeout_s=peers.WAIT_S).held for i in found]
         return all(any(lease.lane for lease in leases) for leases in held)
 
     peers.until(both_work, 30, "tasks on both instances")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,42 @@ import pytest
 
 from astraflow.lib.aio import poll_until
 from astraflow.lib.net import free_port, http_url
-from astraflow.lib.proc import Child
 from astraflow.lib.wire import Handler, Server, new_identity
 from astraflow.lib.wire_client import Client
 from astraflow.protocol.codec import decode
 from astraflow.protocol.control import DeregisterRaaS, RegisterRaaS, RegisterRaaSReply, Shutdown
-from astraflow.protocol.errors import AstraFlowError, AuthError, Conflict, UnknownName
+from astraflow.protocol.errors import AuthError, Conflict, UnknownName
 from astraflow.protocol.message import Empty, Message
 from astraflow.protocol.rollout import (
     CancelLeases,
     EvalEnd,
     EvalStart,
     Group,
-    Lease,
     Pull,
-    RegisterWorkflow,
     Serving,
     Submit,
-    WorkflowSpec,
 )
 from astraflow.protocol.routes import DataflowAPI, RaaSAPI, table
 from astraflow.protocol.weights import NotifyRaaS
-from astraflow.raas.config import EngineConfig, RaaSConfig, RaaSProcess
-from astraflow.raas.staging import staging_path
+from astraflow.raas.config import EngineConfig, RaaSConfig, RaaSProcess, RewardsConfig
 from astraflow.weights.config import ModelConfig
 
-WAIT_S = 60.0
-"""For what must come; how soon depends on the machine."""
+sys.path.insert(0, str(Path(__file__).parent))
+from raas_rig import WAIT_S, Raas, lease, run, serving
+
 CHARS = Path(__file__).parents[1] / "data" / "chars-model"
-MAIN = (
-    "import sys, msgspec; from astraflow.raas.config import RaaSProcess; from astraflow.raas.service import run; "
-    "sys.exit(run(msgspec.json.decode(open(sys.argv[1], 'rb').read(), type=RaaSProcess)))"
-)
 PLUGIN = """
 import asyncio
 from pathlib import Path
 from astraflow.raas.engines.scripted import ScriptedEngine
+from astraflow.rewards.api import register_reward
 from astraflow.workflows.api import RolloutWorkflow, register_workflow
+
+@register_reward("flow_broken", blocking=False)
+def broken(prompt, completions, prompt_ids, completion_ids, **data):
+    if data["answer"] == "raise":
+        raise RuntimeError("the judge is down")
+    return 1.0
 
 class Gated(ScriptedEngine):
     async def load(self, weights):
@@ -75,98 +73,31 @@ class Moody(RolloutWorkflow):
 """
 
 
-class Raas:
-    """The process and a client of it."""
-
-    def __init__(self, process: RaaSProcess, child: Child) -> None:
-        self.process, self.child = process, child
-        self.url = http_url(process.host, process.port)
-        self.client = Client(self.url, new_identity(process.run_id, process.token))
-
-    async def __call__(self, name: str, request: Message | None = None, timeout_s: float = WAIT_S) -> Any:
-        return await self.client.call(table(RaaSAPI)[name], request, timeout_s=timeout_s)
-
-    async def up(self) -> None:
-        async def healthy() -> bool:
-            with contextlib.suppress(AstraFlowError):
-                return (await self("status", timeout_s=20.0)).state in ("idle", "ready")
-            assert self.child.poll() is None, (Path(self.process.run_dir) / "out.log").read_text()
-            return False
-
-        await poll_until(healthy, WAIT_S, "raas up", 0.02)
-
-    async def register(self, workflow_id: str = "w", workflow: str = "rlvr", reward: str = "last_number", **fields: Any) -> None:
-        spec = WorkflowSpec(workflow=workflow, reward=reward, **fields)
-        await self("register_workflow", RegisterWorkflow(workflow_id=workflow_id, spec=spec))
-
-    async def submit(self, *leases: Lease, lane: str = "") -> list[str]:
-        reply = await self("eval_submit" if lane else "submit", Submit(leases=list(leases), lane=lane))
-        return [verdict.verdict for verdict in reply.verdicts]
-
-    async def groups(self, count: int, lane: str = "") -> list[Group]:
-        out: list[Group] = []
-        ack: list[str] = []
-        while len(out) < count:
-            reply = await self("eval_pull" if lane else "pull", Pull(ack=ack, wait_s=WAIT_S / 2, lane=lane))
-            assert reply.deliveries, f"no result within {WAIT_S / 2:g} s"
-            ack = [delivery.delivery_id for delivery in reply.deliveries]
-            out += [decode(bytes(delivery.group), Group) for delivery in reply.deliveries]
-        await self("eval_pull" if lane else "pull", Pull(ack=ack, max_items=0, lane=lane))
-        return out
-
-    async def ended(self) -> int:
-        await poll_until(lambda: self.child.poll() is not None, WAIT_S, "raas ends", 0.02)
-        code = self.child.poll()
-        assert code is not None
-        return code
-
-
-def lease(lease_id: str = "l1", n: int = 2, workflow: str = "w", **fields: Any) -> Lease:
-    data = fields.pop("data", {"prompt": "2 + 3 =", "answer": "5"})
-    return Lease(lease_id=lease_id, task_id="t", workflow_id=workflow, n_samples=n, data=data, **fields)
-
-
 Start = Callable[..., Raas]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start rollout services; all of them are gone, with their staging directories, when the test ends."""
-    started: list[Raas] = []
+    """Start rollout services."""
+    with contextlib.ExitStack() as services:
+        started: list[Raas] = []
 
-    def begin(options: Mapping[str, Any] | None = None, kind: str = "scripted", **fields: Any) -> Raas:
-        (tmp_path / "flow_plugin.py").write_text(PLUGIN)
-        process = RaaSProcess(
-            run_id="test",
-            run_dir=str(tmp_path),
-            instance_id=f"raas{len(started)}",
-            port=free_port(),
-            models={"default": ModelConfig(path=str(CHARS))},
-            raas=RaaSConfig(
-                slots=8, cancel_grace_s=0.2, engine=EngineConfig(kind=kind, options={"initial": True, **(options or {})})
-            ),
-            plugins=["flow_plugin"],
-        )
-        process = msgspec.structs.replace(process, **fields)
-        path = tmp_path / f"process{len(started)}.json"
-        path.write_bytes(msgspec.json.encode(process))
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        child = Child([sys.executable, "-c", MAIN, str(path)], env=env, log_path=tmp_path / "out.log", name=process.instance_id)
-        started.append(Raas(process, child))
-        return started[-1]
+        def begin(options: Mapping[str, Any] | None = None, kind: str = "scripted", **fields: Any) -> Raas:
+            (tmp_path / "flow_plugin.py").write_text(PLUGIN)
+            engine = EngineConfig(kind=kind, options={"initial": True, **(options or {})})
+            process = RaaSProcess(
+                run_id="test",
+                run_dir=str(tmp_path),
+                instance_id=f"raas{len(started)}",
+                port=free_port(),
+                models={"default": ModelConfig(path=str(CHARS))},
+                raas=RaaSConfig(slots=8, cancel_grace_s=0.2, engine=engine),
+                plugins=["flow_plugin"],
+            )
+            started.append(services.enter_context(serving(msgspec.structs.replace(process, **fields), tmp_path)))
+            return started[-1]
 
-    yield begin
-    for raas in started:
-        raas.child.terminate(WAIT_S)
-        assert not staging_path(raas.process.run_dir, raas.process.instance_id).exists(), "staged weights were left behind"
-
-
-def run(test: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(4 * WAIT_S):
-            await test
-
-    asyncio.run(bounded())
+        yield begin
 
 
 async def written(raas: Any, ref: str) -> bytes:
@@ -226,6 +157,38 @@ def test_workflows_that_raise_return_none_or_hang_are_results(start: Start) -> N
         assert (await raas("availability")).free_slots == 8
         with pytest.raises(UnknownName, match="did you mean 'flow_moody'"):
             await raas.register("x", workflow="flow_mody")
+
+    run(test())
+
+
+def test_a_reward_that_mostly_fails_is_data_a_metric_and_in_the_end_a_closed_gate(start: Start) -> None:
+    """Fault 35's other half: errors are told apart from scores; other workflows go on."""
+
+    async def test() -> None:
+        rewards = RewardsConfig(max_error_rate=0.5)
+        raas = start(raas=RaaSConfig(slots=32, rewards=rewards, engine=EngineConfig(kind="scripted", options={"initial": True})))
+        await raas.up()
+        await raas.register("bad", reward="flow_broken")
+        await raas.register("good", reward="last_number")
+        answers = [(f"{answer}{n}", {"prompt": "2 + 3 =", "answer": answer}) for answer in ("raise", "5") for n in range(2)]
+        judged = [lease(name, 8, "bad", data=data) for name, data in answers]
+        assert await raas.submit(*judged[2:]) == ["accepted"] * 2
+        await raas.groups(2)
+        assert (await raas("status")).metrics["reward/flow_broken/error_rate"] == 0.0, "too few to tell"
+        assert await raas.submit(*judged[:2]) == ["accepted"] * 2, "half of them: not above the limit yet"
+        for group in await raas.groups(2):
+            errors = [(t.error.boundary, t.error.kind, t.reward) for t in group.trajectories if t.error]
+            assert errors == [("reward", "exception", None)] * 8
+        assert await raas.submit(msgspec.structs.replace(judged[0], lease_id="more")) == ["accepted"]
+        await raas.groups(1)
+        reply = await raas("submit", Submit(leases=[lease("late", workflow="bad")]))
+        assert reply.verdicts[0].verdict == "refused"
+        assert "reward 'flow_broken': 60% of its verdicts" in reply.verdicts[0].reason
+        status = await raas("status")
+        assert "flow_broken" in status.message
+        assert status.metrics["reward/flow_broken/error_rate"] == 0.6
+        assert (status.metrics["reward/flow_broken/exception"], status.metrics["reward/flow_broken/scored"]) == (24, 16)
+        assert await raas.submit(lease("other", workflow="good")) == ["accepted"]
 
     run(test())
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from system import Run, Stage, one_policy
@@ -18,13 +15,6 @@ SCHEDULE = (
     "raas.engine.options={token_s: 0.02, load_s: 0.01}",
     f"trainer.max_steps={STEPS}",
 )
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def finished_within_steps(run: Run) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from system import Stage, one_policy
 
 DEADLINE_S = 120.0
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def test_a_set_smaller_than_a_batch_gives_one_update_and_a_clean_end(stage: Stage) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from system import BATCH, SCRIPTED, TWO_POLICIES, Stage
@@ -17,13 +15,6 @@ from astraflow.protocol.control import EvalResult
 
 DEADLINE_S = 120.0
 STEPS, EVERY, MAX_STALENESS = 6, 3, 2
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def test_synchronous_evaluations_evaluate_exactly_the_versions_and_the_run_goes_on(stage: Stage) -> None:

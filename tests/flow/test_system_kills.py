@@ -34,13 +34,6 @@ def players(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     made.close()
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
-
-
 def both(run: Run, at: int) -> int:
     """Wait until both policies have this version; the one that the slower of them has then."""
 

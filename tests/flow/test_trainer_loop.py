@@ -18,12 +18,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from scheduled import scheduled_batches, serial_oracle
 
 from astraflow.lib.wire import Server, new_identity
 from astraflow.lib.wire_client import SyncClient
 from astraflow.protocol import control
-from astraflow.protocol.batch import BatchReply, BatchRequest
+from astraflow.protocol.batch import Batch, BatchReply, BatchRequest
+from astraflow.protocol.codec import array
 from astraflow.protocol.errors import Conflict, DeadlinePassed, Replaced, Unavailable, UnknownName
 from astraflow.protocol.rollout import Serving
 from astraflow.protocol.routes import DataflowAPI, SenderAPI, table
@@ -72,6 +75,7 @@ class RecordedDataflow:
 
     def __init__(self) -> None:
         self.n_batches = 100
+        self.batch_of: Callable[[int], Batch] = lambda version: HELPERS.random_batch(version, version=version)
         self.at_end = "end_of_data"
         self.timeline, self.version, self.registered = 0, 0, False
         self.readies: list[control.Ready] = []
@@ -134,7 +138,7 @@ class RecordedDataflow:
             return BatchReply(kind="wait")
         if request.version >= self.n_batches:
             return BatchReply(kind=self.at_end, counts={"seen": 12, "dropped/zero_variance": 12})  # type: ignore[arg-type]
-        batch = HELPERS.random_batch(request.version, version=request.version)
+        batch = self.batch_of(request.version)
         batch.timeline = self.timeline
         return BatchReply(kind="batch", batch=batch, metrics={"buffer/fresh": 1.0})
 
@@ -237,8 +241,7 @@ def until(condition: Callable[[], Any], deadline_s: float, what: str) -> None:
 
 
 def masters(process: TrainerProcess, version: int) -> dict[str, np.ndarray]:
-    state = load_file(Path(process.run_dir) / "checkpoints" / "default" / f"step-{version:08d}" / "state.safetensors")
-    return {name: values for name, values in state.items() if name != "rng.torch"}
+    return load_file(Path(process.run_dir) / "checkpoints" / "default" / f"step-{version:08d}" / "state-1-of-1.safetensors")
 
 
 def test_a_trainer_runs_to_its_last_step_evaluates_exports_and_leaves(
@@ -276,26 +279,64 @@ def test_a_trainer_runs_to_its_last_step_evaluates_exports_and_leaves(
     assert {path.name for path in (Path(process.run_dir) / "export" / "default").iterdir()} >= {"model.safetensors", "config.json"}
 
 
-def test_six_steps_are_three_a_kill_and_three_bit_for_bit(
+def test_ten_steps_are_five_a_kill_and_five_bit_for_bit(
     dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, tmp_path: Path
 ) -> None:
-    straight = process_of("straight")
+    """Masters, moments, schedule, random generators, the stop rule's window, and where the numbers are written."""
+    options = {"max_steps": 10, "checkpoint": CheckpointConfig(every=5), "stop": StopRule(at_least=2.0, window=8)}
+    straight = process_of("straight", **options)
     assert start(straight).wait(WAIT_S) == 0
-    dataflow.__dict__.update(version=0, registered=False, notices=[], committed=[], readies=[], hold_from=5)
-    killed = process_of("killed")
+    dataflow.__dict__.update(version=0, registered=False, notices=[], committed=[], readies=[], hold_from=7)
+    killed = process_of("killed", **options)
     child = start(killed)
-    until(lambda: any(n.checkpoint_version == 3 for n in dataflow.notices), WAIT_S, "no durable checkpoint was announced")
+    until(lambda: any(n.checkpoint_version == 5 for n in dataflow.notices), WAIT_S, "no durable checkpoint was announced")
+    until(lambda: dataflow.version > 5, WAIT_S, "no version beyond the checkpoint was announced")
     child.send_signal(signal.SIGKILL)
     child.wait()
     dataflow.hold_from = 1 << 30
     assert start(killed).wait(WAIT_S) == 0, (tmp_path / "trainer.log").read_text()
     again = dataflow.readies[-1]
-    assert (again.version, again.recovered_version, again.checkpoint_version) == (3, 3, 3)
+    assert (again.version, again.recovered_version, again.checkpoint_version) == (5, 5, 5)
     assert dataflow.timeline == 1, "versions beyond the checkpoint were known"
-    expected, found = masters(straight, 6), masters(killed, 6)
+    expected, found = masters(straight, 10), masters(killed, 10)
     assert expected.keys() == found.keys()
+    assert "rng.torch" in found
     for name in expected:
         assert expected[name].tobytes() == found[name].tobytes(), name
+    assert plain(straight, 10) == plain(killed, 10)
+    rates = {name: [line["values"]["policy/lr"] for line in steps_of(process)] for name, process in (("a", straight), ("b", killed))}
+    assert rates["b"][-5:] == rates["a"][-5:], "the schedule goes on where it was"
+    assert {line["process"] for line in steps_of(killed)} == {"trainer:default"}, "one series of numbers, whoever wrote them"
+
+
+def plain(process: TrainerProcess, version: int) -> Any:
+    """checkpoint.json without what a hash of the tensors says already."""
+    path = Path(process.run_dir) / "checkpoints" / "default" / f"step-{version:08d}" / "checkpoint.json"
+    return {name: value for name, value in msgspec.json.decode(path.read_bytes()).items() if name != "files"}
+
+
+def steps_of(process: TrainerProcess) -> list[dict[str, Any]]:
+    lines = [msgspec.json.decode(line) for line in (Path(process.run_dir) / "metrics.jsonl").read_bytes().splitlines()]
+    return [line for line in lines if "policy/lr" in line["values"]]
+
+
+def test_a_scheduled_replay_with_a_kill_gives_the_weights_of_a_serial_oracle_bit_for_bit(
+    dataflow: RecordedDataflow, process_of: Callable[..., TrainerProcess], start: Start, model: Path, tmp_path: Path
+) -> None:
+    batches = scheduled_batches(6)
+    assert max(int(np.max(array(b.rows["min_version"]).max() - array(b.rows["min_version"]).min())) for b in batches) > 0, "mixed versions"
+    dataflow.batch_of, dataflow.hold_from = (lambda version: msgspec.structs.replace(batches[version])), 5
+    process = process_of()
+    child = start(process)
+    until(lambda: any(n.checkpoint_version == 3 for n in dataflow.notices), WAIT_S, "no durable checkpoint was announced")
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    dataflow.hold_from = 1 << 30
+    assert start(process).wait(WAIT_S) == 0, (tmp_path / "trainer.log").read_text()
+    torch.set_num_threads(1)
+    expected, found = serial_oracle(model, batches, lr=1e-3, warmup=2, total=6), masters(process, 6)
+    for name, values in expected.items():
+        assert found[f"master.{name}"].tobytes() == values.tobytes(), name
 
 
 def test_a_dataflow_that_dies_and_returns_is_attached_to_again_without_losing_a_step(
@@ -420,7 +461,7 @@ def test_a_trainer_that_is_done_serves_its_weights_until_the_others_are_done_too
     child = start(process_of(max_steps=2))
     until(lambda: len(dataflow.shutdowns) >= 3, 60, "it does not stay")
     sender = SyncClient(dataflow.readies[0].sender_endpoint, new_identity(RUN))
-    served = sender.call(SenderAPI.get_version, timeout_s=10.0)
+    served = sender.call(SenderAPI.get_version, timeout_s=60.0)
     assert (served.version, served.digest) == (2, dataflow.notices[-1].digest)
     dataflow.stop()
     dataflow.start()  # a restart of Dataflow is no reason to leave

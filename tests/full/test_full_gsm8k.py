@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from system import Stage
 pytestmark = [pytest.mark.full, pytest.mark.timeout(480)]
 STEPS, BATCH = 3, 16
 LIMIT_S = 360.0
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def test_three_steps_of_gsm8k_end_with_0_and_add_up(stage: Stage) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(480)]
 STEPS, BATCH = 20, 64
 LIMIT_S = 360.0
 GUEST = "third"
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.close()
 
 
 def joined(run: Run, stage: Stage) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def test_every_token_has_the_log_prob_of_its_own_version(tmp_path: Path, name: s
     published = Published(tmp_path, name, versions=3)
     core = published.core(device="cuda", dtype=dtype)
     assert (core.device.type, core.dtype) == ("cuda", getattr(torch, dtype))
-    assert core.model.weights.by_name["model.norm.weight"].is_cuda
+    assert core.model.weights.norm.is_cuda
     done = rollouts(core, published)
     assert core.counts["recomputed_tokens"] > 500, "updates came in the middle of sequences"
     assert core.counts["prefix_hit_tokens"] > 2000

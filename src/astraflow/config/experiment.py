@@ -18,11 +18,13 @@ import msgspec
 
 from astraflow.config.check import nearest, typed, typed_part
 from astraflow.config.load import Layers, load_layers
+from astraflow.config.secret_keys import check_secrets
 from astraflow.config.sections import LaunchConfig, RunConfig
 from astraflow.dataflow.config import DataflowConfig, WorkflowConfig
 from astraflow.datasets.config import DatasetConfig, ValidDatasetConfig
+from astraflow.lib.tls import check_files
 from astraflow.protocol.errors import ConfigError
-from astraflow.raas.config import GenerationConfig, RaaSConfig
+from astraflow.raas.config import UNTIED, GenerationConfig, RaaSConfig
 from astraflow.trainer.config import TrainEngineConfig
 from astraflow.weights.config import ModelConfig, WeightsConfig
 
@@ -58,6 +60,9 @@ class Experiment(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How weights travel."""
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
     """Processes of `astraflow run`."""
+    trackers: dict[str, dict[str, Any]] = {}
+    """Where the numbers go beside metrics.jsonl and TensorBoard: a name (`astraflow list trackers`) or `module:attr`, and its options, e.g.
+    `{wandb: {project: my-agents, mode: offline}}`. Keys come from the environment, never from here."""
     plugins: list[str] = []
     """Modules that every process imports first; they register workflows, rewards, datasets, losses."""
 
@@ -95,8 +100,20 @@ class Resolved:
 def load_experiment(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resolved:
     """Read, type, derive and cross-check. Raises ConfigError: one line with path, value and what is accepted."""
     layers = load_layers(files, overrides)
+    check_secrets(layers)
+    if "experiment" not in layers.values and not any(override.startswith("experiment.") for override in overrides):
+        raise ConfigError(f"experiment: required, but not given; {layer_hint([str(file) for file in files])}")
     spread_trainer(layers)
     return resolve(typed(layers, Experiment, spread="trainer"), layers)
+
+
+def layer_hint(files: Sequence[str]) -> str:
+    """What to give in front of files that are only layers (`math-cpu.yaml` goes over the `math.yaml` beside it)."""
+    first = Path(files[0])
+    beside = [path for path in first.parent.glob("*.yaml") if first.stem.startswith(f"{path.stem}-")]
+    under = max(beside, key=lambda path: len(path.stem), default=None)
+    given = " ".join(files)
+    return f"a file without it is a layer over a recipe, which is given first: {under or 'RECIPE.yaml'} {given}"
 
 
 def spread_trainer(layers: Layers) -> None:
@@ -147,6 +164,10 @@ def resolve(experiment: Experiment, layers: Layers) -> Resolved:
     if experiment.weights.host == "127.0.0.1" and experiment.launch.host != "127.0.0.1":
         experiment.weights.host = experiment.launch.host
         origins["weights.host"] = "derived: launch.host"
+    kinds = [experiment.raas.engine_of(name).kind for name in experiment.models]
+    if not experiment.weights.export_tied and (untied := next((kind for kind in kinds if kind in UNTIED), "")):
+        experiment.weights.export_tied = True
+        origins["weights.export_tied"] = f"derived: engine {untied}"
     for path, part in generation_sections(experiment).items():
         part.generation = typed_part(layers, part.generation, GenerationConfig, f"{path}.generation")
     _cross_check(experiment, layers)
@@ -203,12 +224,19 @@ def _cross_check(experiment: Experiment, layers: Layers) -> None:
                 f"{workflow.n_samples}, but {where}.algorithm.advantage = {trainer.algorithm.advantage} compares the samples of a prompt; "
                 "expected at least 2",
             )
+    for name in experiment.raas.engines:
+        if name not in models:
+            raise refuse(f"raas.engines.{name}", f"no such model{nearest(name, models)}; models: {', '.join(models)}")
     for path, part in generation_sections(experiment).items():
         if part.n_samples > experiment.raas.slots:
             raise refuse(f"{path}.n_samples", f"{part.n_samples} is more than raas.slots = {experiment.raas.slots}: no group fits")
     token_file = experiment.launch.token_file
     if token_file and not Path(token_file).is_file():
         raise refuse("launch.token_file", f"{token_file!r}: no such file; leave it empty for <run_dir>/token, which is made when needed")
+    try:
+        check_files(experiment.launch.tls)
+    except ConfigError as error:
+        raise ConfigError(f"launch.{error}") from None
     _check_sampling(experiment, refuse)
     _check_datasets(experiment, refuse)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -42,7 +43,8 @@ def dataflow_url(experiment: Experiment) -> str:
     """Where the other processes find Dataflow. Raises ConfigError while its port is not fixed."""
     if not experiment.launch.dataflow_port:
         raise ConfigError("launch.dataflow_port: 0, but a process started by itself must know Dataflow's port; expected 1 … 65535")
-    return http_url(reachable_host(experiment.launch.host), experiment.launch.dataflow_port)
+    launch = experiment.launch
+    return http_url(reachable_host(launch.host), launch.dataflow_port, bool(launch.tls.cert))
 
 
 def dataflow_process(resolved: Resolved, token: str = "") -> DataflowProcess:
@@ -51,7 +53,9 @@ def dataflow_process(resolved: Resolved, token: str = "") -> DataflowProcess:
     return DataflowProcess(
         run_id=run.run_id,
         run_dir=run.run_dir,
+        trace=run.trace,
         token=token,
+        tls=experiment.launch.tls,
         seed=run.seed,
         host=experiment.launch.host,
         port=experiment.launch.dataflow_port,
@@ -74,7 +78,10 @@ def raas_process(resolved: Resolved, index: int, token: str = "", url: str = "")
     return RaaSProcess(
         run_id=run.run_id,
         run_dir=run.run_dir,
+        trace=run.trace,
+        region=experiment.launch.region,
         token=token,
+        tls=experiment.launch.tls,
         seed=run.seed,
         instance_id=f"raas-{index}",
         dataflow_url=url or dataflow_url(experiment),
@@ -94,7 +101,10 @@ def trainer_process(resolved: Resolved, policy: str, token: str = "") -> Trainer
     return TrainerProcess(
         run_id=run.run_id,
         run_dir=run.run_dir,
+        trace=run.trace,
+        region=experiment.launch.region,
         token=token,
+        tls=experiment.launch.tls,
         seed=run.seed,
         host=experiment.weights.host,
         dataflow_url=dataflow_url(experiment),
@@ -107,10 +117,22 @@ def trainer_process(resolved: Resolved, policy: str, token: str = "") -> Trainer
     )
 
 
+OWN_CODE = ("workflows", "reward_functions", "environments", "agents")
+"""Keys of `raas` that name code or programs: only a process's own configuration may."""
+
+
+def drop_own_code(plain: dict[str, Any]) -> None:
+    """Empty what only a process's own configuration may name: in what Dataflow tells, and again in what it is told to have said."""
+    plain["plugins"], plain["trackers"] = [], {}
+    if isinstance(plain.get("raas"), dict):
+        plain["raas"] |= {name: {} for name in OWN_CODE}
+
+
 def public_config(resolved: Resolved) -> dict[str, object]:
-    """The experiment as `GET /config` tells it: without the modules that only a process's own configuration may name."""
+    """The experiment as `GET /config` tells it: without the modules that only a process's own configuration may name, and without
+    the environment of servers, which may hold keys."""
     plain = resolved.plain()
-    plain["plugins"] = []
-    for name in ("workflows", "reward_functions"):
-        plain["raas"][name] = {}
+    drop_own_code(plain)
+    for engine in (plain["raas"]["engine"], *plain["raas"]["engines"].values()):
+        engine["options"].pop("env", None)
     return msgspec.to_builtins(plain)  # type: ignore[no-any-return]

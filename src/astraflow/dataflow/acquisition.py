@@ -6,6 +6,7 @@ in the ledger before it is submitted; a result is in the ledger before its deliv
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
@@ -17,8 +18,10 @@ from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.pool import Held, Instance
 from astraflow.dataflow.shelf import Shelf
 from astraflow.lib.aio import Backoff
+from astraflow.lib.trace import TRACE
 from astraflow.lib.wire_client import Caller
-from astraflow.protocol.errors import AstraFlowError
+from astraflow.protocol.codec import fault_of
+from astraflow.protocol.errors import AstraFlowError, BadMessage
 from astraflow.protocol.rollout import Lease, Pull, PullReply, Serving, Submit, SubmitReply
 from astraflow.protocol.routes import RaaSAPI
 
@@ -87,6 +90,8 @@ class DataAcquisition:
             return "raas", f"no live instance at the current versions ({len(shelf.pool.instances)} registered)"
         if shelf.held_for:
             return f"dataflow:{shelf.held_for}", "a synchronous evaluation has the rollout services"
+        if shelf.paused:
+            return "operator", "acquisition is paused"
         return None
 
     def _full(self) -> tuple[str, str]:
@@ -187,10 +192,17 @@ class DataAcquisition:
                 return
             request = Submit(leases=[self._lease(row) for row in rows])
             held.sending.update(row.lease_id for row in rows)
+            begun = time.monotonic()
             try:
                 reply = await client.call(RaaSAPI.submit, request, timeout_s=shelf.process.dataflow.pool.call_timeout_s)
+            except BadMessage:  # of the reply, or of what was to be sent
+                if await self._unsendable(instance_id, rows, request):
+                    return
+                raise
             finally:
                 held.sending.difference_update(row.lease_id for row in rows)
+            taken = [v.lease_id for v in reply.verdicts if v.verdict == "accepted"] if TRACE.on else []
+            TRACE.add("submit", begun, instance=instance_id, leases=taken)
             if self._fleet.heard(instance_id, reply.incarnation):
                 self._verdicts(instance_id, reply)
         except AstraFlowError as error:
@@ -198,6 +210,24 @@ class DataAcquisition:
         finally:
             self._submitting.discard(instance_id)
             shelf.pulse.fire()
+
+    async def _unsendable(self, instance_id: str, rows: list[LeaseRow], request: Submit) -> bool:
+        """Whether leases were dropped because their tasks cannot be sent. Loading a data set refuses such rows; this is for what still
+        gets here, so that one lease does not end the run, and every resumed one."""
+        shelf = self._shelf
+        faults = {row.lease_id: fault_of(lease.data) for row, lease in zip(rows, request.leases, strict=True)}
+        dropped = [lease_id for lease_id, fault in faults.items() if fault]
+        if not dropped:
+            return False
+        for row in rows:
+            shelf.pool.release(row.lease_id, instance_id)
+            if faults[row.lease_id]:
+                shelf.event(f"task {row.task_id} dropped: {faults[row.lease_id]}")
+                shelf.leases.close(row.lease_id)
+            else:
+                shelf.leases.requeue(row.lease_id)
+        await shelf.write(shelf.ledger.abandon, dropped, "unsendable")
+        return True
 
     def _verdicts(self, instance_id: str, reply: SubmitReply) -> None:
         shelf = self._shelf

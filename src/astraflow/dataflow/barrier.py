@@ -9,6 +9,7 @@ trainer that was taken for dead and replaced cannot train, publish or end anythi
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     batch_size: int = 0
     checkpoint_version: int = -1
     sender_endpoint: str = ""
+    more_senders: list[str] = []
     sent_from: int = 0
     """Oldest version that this sender ever had: one that was started anew has nothing older than what it resumed from."""
     tokenizer_hash: str = ""
@@ -50,6 +52,9 @@ class ModelState(msgspec.Struct, kw_only=True):
     """The process that said /ready last; empty = it named none, and then nobody is refused."""
     replaced: list[str] = []
     """Processes whose place was taken, the newest ones: what still comes of them takes nothing back."""
+    region: str = ""
+    checkpoint_wanted: int = -1
+    """An operator waits for a checkpoint of at least this version; −1 = nobody does."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,32 @@ class VersionBarrier:
         state.version, state.batch_size = start, message.train_batch_size
         if bumped or message.sender_endpoint != state.sender_endpoint:
             state.sent_from = start
-        state.sender_endpoint = message.sender_endpoint
-        state.tokenizer_hash, state.template_hash = message.tokenizer_hash, message.template_hash
+        state.sender_endpoint, state.more_senders = message.sender_endpoint, message.more_senders
+        state.tokenizer_hash, state.template_hash, state.region = message.tokenizer_hash, message.template_hash, message.region
         state.checkpoint_version = (
             min(message.checkpoint_version, start) if bumped else max(state.checkpoint_version, message.checkpoint_version)
         )
+        state.checkpoint_wanted = min(state.checkpoint_wanted, start)
+        self._checkpoint_came(state)
         self._remember(state, start, message.digest)
         self.touch(message.model_id, now)
         return ReadyOutcome(state.timeline, start, fresh, bumped, commit)
+
+    def want_checkpoint(self, model_id: str) -> dict[str, int]:
+        """An operator wants one of a policy, or of all (empty): policy → the version it is asked of. Raises Conflict when a trainer is not
+        there to write it, or the policy is none of this run."""
+        wanted = {}
+        for name in [model_id] if model_id else list(self.models):
+            state = self.state(name)
+            if not state.registered or state.done:
+                raise Conflict(f"model {name}: its trainer is {'done' if state.done else 'not ready'}, so it writes no checkpoint")
+            if state.checkpoint_version < state.version:
+                state.checkpoint_wanted = wanted[name] = state.version
+        return wanted
+
+    def _checkpoint_came(self, state: ModelState) -> None:
+        if state.checkpoint_version >= state.checkpoint_wanted:
+            state.checkpoint_wanted = -1
 
     def _came_late(self, message: Ready, start: int) -> bool:
         """A copy of a /ready whose sender has moved on since (it was called again, or trained): it changes nothing, and above all it
@@ -187,6 +210,7 @@ class VersionBarrier:
         if message.sender_endpoint:
             state.sender_endpoint = message.sender_endpoint
         state.checkpoint_version = max(state.checkpoint_version, message.checkpoint_version)
+        self._checkpoint_came(state)
         if message.version <= state.version:
             return NotifyOutcome("duplicate")
         first, state.version = state.version, message.version
@@ -304,6 +328,12 @@ class VersionBarrier:
         """An instance is gone, or came back as a new process."""
         self._receipts = {key: value for key, value in self._receipts.items() if key[0] != instance_id}
 
+    def sender_for(self, model_id: str, instance_id: str) -> str:
+        """The sender that an instance pulls this model from: always the same one, so that it can go on with deltas."""
+        state = self.models[model_id]
+        senders = [state.sender_endpoint, *state.more_senders]
+        return senders[zlib.crc32(instance_id.encode()) % len(senders)]
+
     # --- reports --------------------------------------------------------------------------------------------------------
 
     def info(self, now: float) -> list[TrainerInfo]:
@@ -318,6 +348,8 @@ class VersionBarrier:
                 last_seen_s=now - self._seen.get(model_id, now),
                 sender_endpoint=state.sender_endpoint,
                 tokenizer_hash=state.tokenizer_hash,
+                region=state.region,
+                checkpoint_wanted=state.checkpoint_wanted,
             )
             for model_id, state in self.models.items()
         ]

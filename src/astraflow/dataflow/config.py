@@ -8,11 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from astraflow.datasets.config import DatasetConfig, ValidDatasetConfig
+from astraflow.lib.tls import PLAIN, Tls
 from astraflow.protocol.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+OLD_WIRE = "pickle+"
+"""Before the address of an instance that speaks the seed's wire (`compat`)."""
 PolicyChoice = str | dict[str, Any] | list[str | dict[str, Any]]
 """`keep_all`, `{name: reward_band, low: .1, high: .9}`, `module:attr`, or a list of these (filters: all must agree)."""
 
@@ -159,8 +162,12 @@ class DataflowProcess(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Messages of another run are refused."""
     run_dir: str
     """ledger/, metrics.jsonl and logs/ live here."""
+    trace: bool = False
+    """Write spans (lib/trace.py)."""
     token: str = ""
     """Cluster token; required off loopback. Never written to config.yaml."""
+    tls: Tls = PLAIN
+    """What its services show and its clients trust."""
     seed: int = 0
     """Order of the tasks, seeds of the samples, choice of replayed groups."""
     host: str = "127.0.0.1"
@@ -168,6 +175,8 @@ class DataflowProcess(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """0 = any free port; `run_dir/dataflow.url` names it."""
     plugins: list[str] = []
     """Modules imported first (they register datasets and policies)."""
+    allow_pickle: bool = False
+    """Peers of the seed's pickle wire may take part (`compat`). Set by the operator's --allow-pickle alone, never by a file."""
     models: list[str] = msgspec.field(default_factory=lambda: ["default"])
     """Expected trainers: acquisition starts when all of them are ready."""
     workflow: WorkflowConfig = msgspec.field(default_factory=WorkflowConfig)

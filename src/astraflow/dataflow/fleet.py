@@ -14,6 +14,7 @@ from astraflow.dataflow.notices import Notices, woken
 from astraflow.dataflow.pool import Held, Instance
 from astraflow.dataflow.shelf import Shelf
 from astraflow.lib.aio import Backoff
+from astraflow.lib.tls import Tls
 from astraflow.lib.wire import Identity
 from astraflow.lib.wire_client import Caller
 from astraflow.protocol.control import RaaSStatus, RegisterRaaS, Shutdown
@@ -28,6 +29,8 @@ P = TypeVar("P", bound=Message)
 SUSPECT_BEAT_S = 1.0
 """Pause between checks of an instance that is suspect, late or draining: two failures take it out within seconds."""
 SILENT_TRIES = 3
+MAX_SILENT = 1024
+"""Addresses that did not answer and are remembered."""
 RECONCILE_AFTER_S = 10.0
 """Leases older than this are compared with the instance's own list at each heartbeat."""
 FINAL = (UserError, ProtocolError, Refused)
@@ -153,6 +156,11 @@ class RaaSFleet:
 
     # --- joining and leaving --------------------------------------------------------------------------------------------
 
+    async def check_address(self, url: str) -> None:
+        """Raise ConfigError for what can be the address of no peer; empty = none is given."""
+        if url:
+            await self._connect(url, self._shelf.identity).close()
+
     async def join(self, message: RegisterRaaS) -> None:
         """A rollout service registers. Raises ConfigError when it cannot take part or its url does not answer."""
         shelf = self._shelf
@@ -215,6 +223,8 @@ class RaaSFleet:
 
     def _unanswered(self, message: RegisterRaaS, error: AstraFlowError) -> AstraFlowError:
         """A busy machine may miss one deadline; an address that is silent three times is a mistake of the user."""
+        if len(self._silent) >= MAX_SILENT:
+            self._silent.clear()
         self._silent[message.url] = self._silent.get(message.url, 0) + 1
         text = f"url: {message.url} of instance {message.instance_id!r} does not answer /status: {error}"
         if self._silent[message.url] < SILENT_TRIES:
@@ -231,6 +241,7 @@ class RaaSFleet:
             raise ConfigError(
                 f"total_slots: {message.total_slots} of {message.instance_id!r} is less than a group ({self._shelf.n_samples})"
             )
+        no_plain_address("url", message.url, f"instance {message.instance_id!r}", process.tls)
         for name, state in self._shelf.barrier.models.items():
             agree("tokenizer_hash", name, message.instance_id, message.tokenizer_hash.get(name, ""), state.tokenizer_hash)
             agree("template_hash", name, message.instance_id, message.template_hash.get(name, ""), state.template_hash)
@@ -459,6 +470,12 @@ class RaaSFleet:
             self._introduced[instance_id] = incarnation
             self._caught_up()
             self._shelf.pulse.fire()
+
+
+def no_plain_address(field: str, url: str, whose: str, tls: Tls) -> None:
+    """In a job that speaks TLS nobody is called, and no weights are pulled, in plain. Raises ConfigError."""
+    if tls.cert and not url.startswith("https:"):
+        raise ConfigError(f"{field}: {url!r} of {whose} is plain, but this job speaks TLS; expected https://…: give it a certificate too")
 
 
 def agree(field: str, model_id: str, instance_id: str, served: str, trained: str) -> None:

@@ -7,6 +7,7 @@ again (`unservable`)."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from astraflow.dataflow.journal import LeaseRow, Result, Settled, ShareResult
 from astraflow.dataflow.policies.base import Filter, GroupStats, Shaper
 from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.shelf import Shelf, log
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.errors import BadMessage
 from astraflow.protocol.rollout import Delivery
 
@@ -55,9 +57,11 @@ class Intake:
                 shelf.meter.counts[f"rollout/{'duplicate' if verdict == 'wanted' else verdict}_deliveries"] += 1
         if wanted:
             payloads = [(d, bytes(d.group), shelf.leases.open[d.lease_id]) for d in wanted.values()]
+            begun = time.monotonic()
             examined = await asyncio.to_thread(lambda: [self._examine(*item) for item in payloads])
             # a task of its own: the caller is cancelled when its instance leaves, and a group written but not queued would be lost
             await asyncio.shield(shelf.tasks.spawn(f"record {instance_id}", self._store(instance_id, payloads, examined)))
+            TRACE.add("admit", begun, instance=instance_id, leases=list(wanted))
         if shelf.recording:  # a copy of what an earlier call still writes: it may be acknowledged only once that is durable
             await shelf.write(_nothing)
         return [delivery.delivery_id for delivery in deliveries]

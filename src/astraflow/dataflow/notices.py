@@ -118,7 +118,7 @@ class Notices:
             timeline=target.timeline,
             version=target.version,
             digest=target.digest,
-            sender_endpoint=shelf.barrier.models[model_id].sender_endpoint,
+            sender_endpoint=shelf.barrier.sender_for(model_id, instance_id),
             wait_s=NOTICE_WAIT_S,
         )
         kick.clear()
@@ -129,7 +129,7 @@ class Notices:
             while not call.done():
                 await asyncio.wait({call, kicked}, return_when=asyncio.FIRST_COMPLETED)
                 if kicked.done() and not call.done():
-                    moved = shelf.barrier.models[model_id].sender_endpoint != request.sender_endpoint
+                    moved = shelf.barrier.sender_for(model_id, instance_id) != request.sender_endpoint
                     if moved or self.target(instance_id, model_id) != target:
                         return ""
                     kick.clear()

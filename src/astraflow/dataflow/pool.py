@@ -38,6 +38,7 @@ class InstanceRecord(msgspec.Struct, kw_only=True):
     weight: float = 1.0
     tokenizer_hash: dict[str, str] = {}
     template_hash: dict[str, str] = {}
+    region: str = ""
     draining: bool = False
     """It was told to leave; a restarted Dataflow must not give it work again."""
     shutdown_after: bool = False
@@ -143,6 +144,7 @@ class RaaSPool:
             weight=message.weight,
             tokenizer_hash=message.tokenizer_hash,
             template_hash=message.template_hash,
+            region=message.region,
         )
         old = self.instances.get(message.instance_id)
         if old is not None and old.record.incarnation == message.incarnation:
@@ -355,6 +357,7 @@ class RaaSPool:
                 models=instance.record.models,
                 serving=instance.serving,
                 reason=instance.reason,
+                region=instance.record.region,
             )
             for key, instance in self.instances.items()
         ]

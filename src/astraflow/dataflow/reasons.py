@@ -22,6 +22,7 @@ REASONS: dict[str, str] = {
     "task_gone": "a resumed run no longer has this task in its data set, or another group size",
     "too_few_scored": "fewer than two members are scored, and this advantage compares members",
     "unconfirmed": "its instance never confirmed the weights that sampled it (dataflow.buffer.hold_s)",
+    "unsendable": "its task holds what a message cannot, e.g. an integer beyond 64 bits; the log names the field",
     "unscored": "no reward: of the one trajectory, or of all members of the group",
     "zero_variance": "all rewards of the group are equal, so it carries no gradient (filter_zero_adv)",
 }

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import logging
 import signal
@@ -34,7 +35,7 @@ import xxhash
 from astraflow.dataflow.acquisition import DataAcquisition
 from astraflow.dataflow.barrier import ModelState, VersionBarrier
 from astraflow.dataflow.buffer import RolloutBuffer
-from astraflow.dataflow.config import DataflowProcess, WorkflowConfig
+from astraflow.dataflow.config import OLD_WIRE, DataflowProcess, WorkflowConfig
 from astraflow.dataflow.eval_run import EvalSet
 from astraflow.dataflow.evals import EvalManager
 from astraflow.dataflow.fleet import RaaSFleet
@@ -56,10 +57,12 @@ from astraflow.dataflow.trainers import Trainers
 from astraflow.dataflow.waits import WaitBook
 from astraflow.datasets import api as datasets
 from astraflow.datasets.api import Task
+from astraflow.lib import prometheus
 from astraflow.lib.aio import Tasks, Waits
 from astraflow.lib.log import setup_logging
 from astraflow.lib.metrics import Metrics
 from astraflow.lib.proc import limit_arenas
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.errors import ConfigError, UserError
 from astraflow.protocol.rollout import WorkflowSpec
 from astraflow.protocol.routes import DataflowAPI
@@ -78,6 +81,10 @@ class AstraFlowService:
     ) -> None:
         """`valid`: tasks per name in `process.valid_datasets`. Raises UserError for what cannot work."""
         process.validate()
+        if process.allow_pickle:
+            from astraflow.dataflow.compat_door import spoken  # the only way to it: otherwise nothing here can unpickle
+
+            outside = spoken(process, outside)
         config, run_dir = process.dataflow, Path(process.run_dir)
         self.process = process
         self._ended = asyncio.Event()
@@ -88,7 +95,7 @@ class AstraFlowService:
         specs, train_id, sets = workflows(process, valid)
         ledger = outside.ledger(run_dir / "ledger", config.ledger.segment_bytes)
         found = ledger.recover()
-        identity = outside.identity(process.run_id, process.token)
+        identity = dataclasses.replace(outside.identity(process.run_id, process.token), tls=process.tls)
         epochs = process.train_dataset.repeat
         self.shelf = shelf = Shelf(
             process=process,
@@ -125,7 +132,15 @@ class AstraFlowService:
         self._handlers = Handlers(
             shelf, self.fleet, self.acquisition, self.intake, self.serving, self.trainers, self.evals, self.guard, self.save, self.finish
         )
-        self.server = outside.listen("dataflow", DataflowAPI, self._handlers.table(), shelf.identity, host=process.host, port=process.port)
+        self.server = outside.listen(
+            "dataflow",
+            DataflowAPI,
+            self._handlers.table(),
+            shelf.identity,
+            host=process.host,
+            port=process.port,
+            extra_routes=[prometheus.route(self._handlers.prometheus)],
+        )
         self.evals.restore(found.evals, found.meta)
         self._dropped_at_start = restore(shelf, self.serving, self.intake, self._curation, found)
 
@@ -162,7 +177,10 @@ class AstraFlowService:
             for reason, leases in self._dropped_at_start[1].items():
                 await shelf.write(shelf.ledger.abandon, leases, reason)
         for instance in list(shelf.pool.instances.values()):
-            await self.fleet.open(instance)
+            if instance.record.url.startswith(OLD_WIRE) and not self.process.allow_pickle:
+                await self.fleet.out(instance.instance_id, "it speaks the old wire, and this start has no --allow-pickle")
+            else:
+                await self.fleet.open(instance)
         shelf.tasks.spawn("submit", self.acquisition.submit_loop())
         shelf.tasks.spawn("evals", self.evals.run())
         shelf.tasks.spawn("janitor", self._janitor())
@@ -271,6 +289,8 @@ def run(process: DataflowProcess, outside: Surroundings = MACHINE) -> int:
     """Blocking main of the Dataflow process. Exit codes: 0 ended or drained, 1 failed, 2 a mistake of the user, 3 stalled."""
     setup_logging("dataflow", process.log_file or str(Path(process.run_dir) / "logs" / "dataflow.log"))
     started = time.monotonic()
+    if process.trace:
+        TRACE.open(process.run_dir, "dataflow")
     limit_arenas(2)
     try:
         for module in process.plugins:

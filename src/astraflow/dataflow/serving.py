@@ -6,6 +6,7 @@ A batch is assembled by a task of its own, so that a caller who hangs up changes
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 
 from astraflow.dataflow.barrier import Edge
@@ -15,6 +16,7 @@ from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.journal import BatchRow, Pick, Settled
 from astraflow.dataflow.segments import PayloadDamaged
 from astraflow.dataflow.shelf import Shelf
+from astraflow.lib.trace import TRACE
 from astraflow.protocol import codec
 from astraflow.protocol.batch import Batch, BatchReply, BatchRequest, WaitEdge
 from astraflow.protocol.errors import BadMessage, Conflict
@@ -46,6 +48,8 @@ class DataServing:
         self.locks = {model_id: asyncio.Lock() for model_id in shelf.buffers}
         """Assembly, commit and rollback of one model exclude each other."""
         self._waiting: dict[str, tuple[Edge, float]] = {}
+        self._asked: dict[str, int] = {}
+        """Version of the checkpoint that a waiting trainer was told to write last."""
         self._assembling: dict[str, asyncio.Task[None]] = {}
 
     async def batch(self, request: BatchRequest) -> BatchReply:
@@ -58,16 +62,21 @@ class DataServing:
             if shelf.barrier.touch(model_id, shelf.clock()):
                 shelf.event(f"trainer {model_id} is back")
             answer: BatchReply | Edge = Edge("dataflow", "it ends") if shelf.stopping else await self._answer(request)
+            wanted = shelf.barrier.models[model_id].checkpoint_wanted
             if isinstance(answer, BatchReply):
                 self._waiting.pop(model_id, None)
+                answer.save_checkpoint = wanted >= 0
                 return answer
             self._waits(model_id, answer)
             left = end - shelf.clock()
-            if left <= 0 or shelf.stopping:
+            news = wanted >= 0 and self._asked.get(model_id) != wanted  # told at once, and then no more often than anything else
+            if left <= 0 or shelf.stopping or news:
+                self._asked[model_id] = wanted
                 counts = shelf.rejections[model_id].counts()
                 if shelf.stalled:
                     return BatchReply(kind="stalled", reason=shelf.stalled, counts=counts)
-                return BatchReply(kind="wait", reason=answer.why, waits=[*self.edges(), *shelf.waits.edges()], counts=counts)
+                waits = [*self.edges(), *shelf.waits.edges()]
+                return BatchReply(kind="wait", reason=answer.why, waits=waits, counts=counts, save_checkpoint=wanted >= 0)
             await shelf.pulse.wait(min(left, 1.0))
 
     async def _answer(self, request: BatchRequest) -> BatchReply | Edge:
@@ -197,6 +206,7 @@ class DataServing:
             shelf.pulse.fire()
 
     async def _make(self, request: BatchRequest, taken: Taken) -> None:
+        begun = time.monotonic()
         shelf, model_id, fresh, again = self._shelf, request.model_id, taken.fresh, taken.replayed
         members: dict[str, tuple[int, ...]] = {}
         for entry in fresh:  # parts that a rollback brought back together are one group of the batch
@@ -223,6 +233,7 @@ class DataServing:
         metrics = self._metrics(model_id, request.version, fresh, again)
         self.open[model_id] = OpenBatch(row, fresh, again, batch, metrics)
         shelf.metrics.log(request.version, metrics, model=model_id)
+        TRACE.add("batch", begun, model=model_id, version=request.version, leases=[lease_id for lease_id, _ in wanted])
         shelf.rejections[model_id].new_batch()
 
     def _metrics(self, model_id: str, version: int, fresh: list[Entry], again: list[Entry]) -> dict[str, float]:

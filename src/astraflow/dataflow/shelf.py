@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 RATE_WINDOW_S = 60.0
 EVENTS_KEPT = 200
+MAX_EVENT_CHARS = 1000
 
 
 class Pulse:
@@ -156,6 +157,8 @@ class Shelf:
     recording: int = 0
     """Groups that are being written: no longer leased, not yet queued."""
     started: bool = False
+    paused: bool = False
+    """An operator has paused acquisition."""
     stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -176,7 +179,8 @@ class Shelf:
 
     def event(self, text: str) -> None:
         """Something happened to a process: shown in /status, newest last."""
-        log.info(text)
+        text = text if len(text) <= MAX_EVENT_CHARS else f"{text[:MAX_EVENT_CHARS]} …"  # peers' words are in it
+        log.info("%s", text)
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
 
     def tell_mended(self) -> None:

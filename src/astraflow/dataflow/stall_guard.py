@@ -66,7 +66,8 @@ class StallGuard:
         shelf = self._shelf
         self._joined.update((key, instance.record.incarnation) for key, instance in shelf.pool.instances.items())
         versions = tuple((m, s.timeline, s.version, s.registered, s.done) for m, s in shelf.barrier.models.items())
-        return shelf.ledger.snapshot, versions, len(self._book.evals.results), len(self._joined)
+        paused_at = shelf.clock() if shelf.paused else 0.0  # never the same twice: somebody wants it to stand still
+        return shelf.ledger.snapshot, versions, len(self._book.evals.results), len(self._joined), paused_at
 
     def _write(self, report: StallReport) -> None:
         directory = Path(self._shelf.process.run_dir)

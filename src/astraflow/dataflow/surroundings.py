@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from starlette.routing import BaseRoute
 
 from astraflow.dataflow.ledger import Ledger, LedgerThread
 from astraflow.lib.wire import Handler, Identity, Server, new_identity
@@ -27,7 +29,17 @@ class Listener(Protocol):
 
 
 class Listen(Protocol):
-    def __call__(self, name: str, api: type, handlers: Mapping[str, Handler], identity: Identity, *, host: str, port: int) -> Listener: ...
+    def __call__(
+        self,
+        name: str,
+        api: type,
+        handlers: Mapping[str, Handler],
+        identity: Identity,
+        *,
+        host: str,
+        port: int,
+        extra_routes: Sequence[BaseRoute],
+    ) -> Listener: ...
 
 
 @dataclass(frozen=True)

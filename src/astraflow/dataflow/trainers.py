@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from astraflow.dataflow.barrier import ReadyOutcome
 from astraflow.dataflow.buffer import make_entry
 from astraflow.dataflow.evals import AT_START
-from astraflow.dataflow.fleet import RaaSFleet, agree
+from astraflow.dataflow.fleet import RaaSFleet, agree, no_plain_address
 from astraflow.dataflow.intake import Intake
 from astraflow.dataflow.journal import Settled
 from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.serving import DataServing
 from astraflow.dataflow.shelf import Shelf
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.control import NotifyVersion, NotifyVersionReply, Ready, ReadyReply, Shutdown, ShutdownReply
 from astraflow.protocol.errors import ConfigError
 
@@ -42,6 +44,8 @@ class Trainers:
         shelf, model_id = self._shelf, message.model_id
         shelf.barrier.state(model_id)
         self._check(message)
+        for url in (message.sender_endpoint, *message.more_senders):
+            await self._fleet.check_address(url)
         async with self._serving.locks[model_id]:
             state = shelf.barrier.models[model_id]
             before, earlier, unknown = state.version, state.incarnation, not state.digests
@@ -70,6 +74,8 @@ class Trainers:
             raise ConfigError(f"train_batch_size: {message.train_batch_size} of {message.model_id!r}, expected at least 1")
         if shelf.process.dataflow.buffer.unit == "groups" and (message.train_batch_size < n or message.train_batch_size % n):
             raise ConfigError(f"train_batch_size: {message.train_batch_size} of {message.model_id!r} is not a multiple of n_samples ({n})")
+        for url in (message.sender_endpoint, *message.more_senders):
+            no_plain_address("sender_endpoint", url, f"trainer {message.model_id!r}", shelf.process.tls)
         for instance in shelf.pool.instances.values():
             record, name = instance.record, message.model_id
             agree("tokenizer_hash", name, instance.instance_id, record.tokenizer_hash.get(name, ""), message.tokenizer_hash)
@@ -79,6 +85,7 @@ class Trainers:
         """A version is published: commit its batch, then tell the instances. Raises Conflict for a dead timeline."""
         shelf, model_id = self._shelf, message.model_id
         shelf.barrier.claim(model_id, message.incarnation)
+        await self._fleet.check_address(message.sender_endpoint)
         if shelf.barrier.touch(model_id, shelf.clock()):
             shelf.event(f"trainer {model_id} is back")
         trained = 0
@@ -128,7 +135,7 @@ class Trainers:
 
     async def _commit(self, model_id: str, first: int, version: int, metrics: dict[str, float]) -> int:
         """Batches first … version − 1 are trained; what the newest checkpoint holds becomes final."""
-        shelf = self._shelf
+        shelf, begun = self._shelf, time.monotonic()
         state, opened = shelf.barrier.models[model_id], self._serving.open.get(model_id)
         unused = (version - first) * state.batch_size
         if opened is not None and first <= opened.row.version < version:
@@ -145,6 +152,7 @@ class Trainers:
         trained = await shelf.write(shelf.ledger.commit, model_id, state.timeline, first, version, state.checkpoint_version, keep, meta)
         if fallen := shelf.buffers[model_id].fallen():
             await shelf.write(shelf.ledger.forget, model_id, fallen)
+        TRACE.add("commit", begun, model=model_id, version=version)
         if metrics:
             shelf.steps[model_id] = metrics
         return trained

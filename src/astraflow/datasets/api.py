@@ -13,6 +13,7 @@ import xxhash
 
 from astraflow.datasets import DATASETS, register_dataset
 from astraflow.datasets.config import DatasetConfig
+from astraflow.datasets.rows import check_sendable
 from astraflow.lib import options
 from astraflow.protocol.errors import ConfigError
 
@@ -69,6 +70,7 @@ def load(config: DatasetConfig, seed: int = 0, name: str = "") -> Dataset:
         if config.limit is not None and len(tasks) >= config.limit:
             break
         seen += 1
+        check_sendable(data, f"dataset {name!r}: task {seen}")
         key = task_id(name, data)
         tasks.setdefault(key, Task(key, data))
     if not tasks:

@@ -11,11 +11,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -25,6 +25,7 @@ from astraflow.launch.watch import Observed, Watch
 from astraflow.lib.log import ERROR_MARK
 from astraflow.lib.proc import Child
 from astraflow.protocol.errors import Unavailable
+from astraflow.raas.staging import sweep
 
 LOOP_S = 0.1
 """How soon the end of a process is noticed."""
@@ -34,6 +35,18 @@ LOGGED_ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) +\S+ [\w.]+: (.*)$")
 
 Show = Callable[[RunBook, Observed, float], None]
 """Called about ten times a second with the book, the last observation and the run's age in seconds."""
+
+
+class Drill(Protocol):
+    """What hurts a run on purpose (launch/drill.py)."""
+
+    def step(self, now: float, children: Mapping[str, Child], book: RunBook, observed: Observed) -> None:
+        """About ten times a second."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -50,22 +63,65 @@ class Outcome(msgspec.Struct, kw_only=True):
     """What the supervisor saw, oldest first."""
 
 
+class Interrupts:
+    """SIGINT, SIGTERM and SIGHUP of the supervisor while the block runs: counted until `wait_for_report`, after which the first one is
+    answered by a line and the next one interrupts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Those that nobody has acted upon yet."""
+        self._before: dict[int, Any] = {}
+        self._say: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait_for_report(self, say: Callable[[], None]) -> None:
+        """The processes have ended; `say` tells that only the report is still to come."""
+        self._say = say
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._say is None:
+            self.count += 1
+            return
+        signal.signal(number, signal.default_int_handler)
+        self._say()
+
+
 class LocalRun:
     """The supervisor."""
 
-    def __init__(self, specs: list[ProcessSpec], book: RunBook, watch: Watch, run_dir: Path, show: Show) -> None:
+    def __init__(
+        self,
+        specs: list[ProcessSpec],
+        book: RunBook,
+        watch: Watch,
+        run_dir: Path,
+        show: Show,
+        interrupts: Interrupts | None = None,
+        drill: Drill | None = None,
+    ) -> None:
+        """`interrupts`: those of a caller that has more to do than this run; its own ones otherwise."""
         self._specs = {spec.name: spec for spec in specs}
-        self._book, self._watch, self._run_dir, self._show = book, watch, run_dir, show
+        self._book, self._watch, self._run_dir, self._show, self._drill = book, watch, run_dir, show, drill
         self._children: dict[str, Child] = {}
         self._log_start: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._kill_at: dict[str, float] = {}
-        self._interrupts = 0
+        self._interrupts = interrupts or Interrupts()
+        self._own = interrupts is None
         self._began = time.monotonic()
 
     def run(self) -> Outcome:
         """Until every process has ended. SIGINT and SIGTERM drain; a second one stops. Never leaves a child behind."""
-        with self._signals():
+        signals: AbstractContextManager[object] = self._interrupts if self._own else nullcontext()
+        with signals:
             self._watch.start()
             try:
                 for name in self._specs:
@@ -75,7 +131,12 @@ class LocalRun:
                     time.sleep(LOOP_S)
             finally:
                 self._end_all()
+                for spec in self._specs.values():
+                    if spec.role == "raas":
+                        sweep(self._run_dir, spec.name)
                 observed = self._watch.close()
+                if self._drill is not None:
+                    self._drill.close()
         outcome = self._outcome()
         write_json(self._run_dir / "outcome.json", outcome)
         self._show(self._book, observed, outcome.wall_s)
@@ -90,8 +151,8 @@ class LocalRun:
                 self._kill_at.pop(name, None)
                 message = error_line(tail(self.log_path(name), self._log_start[name])) if code > 0 else ""
                 self._carry_out(self._book.exited(name, code, now, message))
-        while self._interrupts:
-            self._interrupts -= 1
+        while self._interrupts.count:
+            self._interrupts.count -= 1
             self._carry_out(self._book.interrupted(now))
         self._carry_out(self._book.tick(now))
         for name, at in list(self._restart_at.items()):
@@ -106,7 +167,10 @@ class LocalRun:
                 del self._kill_at[name]
                 self._book.events.append(f"{name} did not end after a terminate signal and was killed")
                 self._children[name].signal(signal.SIGKILL)
-        self._show(self._book, self._watch.observed(), now - self._began)
+        observed = self._watch.observed()
+        if self._drill is not None:
+            self._drill.step(now, self._children, self._book, observed)
+        self._show(self._book, observed, now - self._began)
 
     def _carry_out(self, decisions: list[Restart | Terminate]) -> None:
         for decision in decisions:
@@ -137,21 +201,6 @@ class LocalRun:
         for name, child in list(self._children.items()):
             self._book.processes[name].exit_codes.append(child.terminate(5.0))
         self._children.clear()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _outcome(self) -> Outcome:
         return Outcome(

@@ -20,6 +20,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "workflows": ("astraflow.workflows:WORKFLOWS",),
     "rewards": ("astraflow.rewards:REWARDS",),
     "datasets": ("astraflow.datasets:DATASETS",),
+    "environments": ("astraflow.environments:ENVIRONMENTS",),
     "engines": ("astraflow.raas.engines:ENGINES",),
     "backends": ("astraflow.trainer.backends:BACKENDS",),
     "policies": (
@@ -36,6 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "selections": ("astraflow.dataflow.policies:SELECTIONS",),
     "advantages": ("astraflow.trainer.algorithms:ADVANTAGES",),
     "losses": ("astraflow.trainer.algorithms:LOSSES",),
+    "trackers": ("astraflow.lib.tracking:TRACKERS",),
 }
 """Family → registries. Their modules hold literal tables only and import neither torch nor what they name."""
 POLICY_KINDS = ("filter", "curator", "shaper")
@@ -92,11 +94,14 @@ def named(experiment: Experiment) -> Iterator[tuple[str, str, str, Iterable[str]
     yield "train_dataset.loader", "datasets", experiment.train_dataset.loader, ()
     for name, valid in experiment.valid_datasets.items():
         yield f"valid_datasets.{name}.loader", "datasets", valid.loader, ()
-    yield "raas.engine.kind", "engines", raas.engine.kind, ()
+    for path, engine in (("raas.engine", raas.engine), *((f"raas.engines.{name}", own) for name, own in raas.engines.items())):
+        yield f"{path}.kind", "engines", engine.kind, ()
     for policy, trainer in experiment.trainer.items():
         yield f"trainer.{policy}.backend", "backends", trainer.backend, ()
         yield f"trainer.{policy}.algorithm.advantage", "advantages", trainer.algorithm.advantage, ()
         yield f"trainer.{policy}.algorithm.loss", "losses", trainer.algorithm.loss, ()
+    for name in experiment.trackers:
+        yield f"trackers.{name}", "trackers", name, ()
     for kind in POLICY_KINDS:
         for choice in _choices(getattr(experiment.dataflow.policies, kind)):
             yield f"dataflow.policies.{kind}", f"{kind}s", choice, ()

@@ -4,6 +4,7 @@
                            running ─ other exit ─> pausing ─> running     (restarts left)
                            running ─ exit 2 or 3 (a mistake; stalled, starved), or no restarts left ─> failed: the run ends
     phase of the run       up ─ trainers done ─> leaving ─ Dataflow done, or its deadline passed ─> ending ─ all done ─> over
+                           up ─ Dataflow done ─> ending       (the only way when the trainers are started elsewhere)
                            up ─ Ctrl-C ─> draining ─ trainers done ─> leaving
                            up | draining | leaving ─ Dataflow stalled ─> ending, as a failure
                            up | draining | leaving ─ a process failed, Ctrl-C again, or the drain's deadline ─> stopping ─ all done ─> over
@@ -39,16 +40,16 @@ class ProcessSpec:
     """Added to the supervisor's own environment."""
 
 
-def plan(experiment: Experiment, config_file: str, python: str, cores: int) -> list[ProcessSpec]:
+def plan(experiment: Experiment, config_file: str, python: str, cores: int, dataflow_options: Sequence[str] = ()) -> list[ProcessSpec]:
     """The processes of a run on one machine, in the order in which they are started (any order would do)."""
 
     def spec(name: str, role: Role, threads: int, *arguments: str) -> ProcessSpec:
         argv = (python, "-m", "astraflow", role, "--config", config_file, *arguments)
         return ProcessSpec(name, role, argv, thread_env(threads))
 
-    specs = [spec("dataflow", "dataflow", 1)]
+    specs = [spec("dataflow", "dataflow", 1, *dataflow_options)]
     specs += [spec(f"raas-{index}", "raas", 1, "--index", str(index)) for index in range(experiment.launch.raas)]
-    for policy, trainer in experiment.trainer.items():
+    for policy, trainer in experiment.trainer.items() if experiment.launch.trainers else ():
         specs.append(spec(f"trainer-{policy}", "trainer", trainer.threads or cores, "--policy", policy))
     return specs
 
@@ -74,6 +75,8 @@ class ProcessState:
     """`ended` = it ended because the run is stopping."""
     restarts: int = 0
     exit_codes: list[int] = field(default_factory=list)
+    called_off: bool = False
+    """It died and was about to come back when the run ended in order: nothing of a rollout service was needed any more."""
 
     @property
     def alive(self) -> bool:
@@ -98,6 +101,8 @@ class Terminate:
 
 Decision = Restart | Terminate
 Phase = Literal["up", "draining", "leaving", "ending", "stopping", "over"]
+AT_ONCE_S = 1.0
+"""After a second Ctrl-C: time until what is left is killed."""
 LEAVE_S = 5.0
 """After the last drained trainer: time for Dataflow to end by itself, as it does when every trainer said goodbye. One that was
 interrupted before it had attached says nothing."""
@@ -155,6 +160,10 @@ class RunBook:
         process.state = "pausing"
         return [Restart(name, restart_at)]
 
+    def restarts_left(self, name: str, now: float) -> int:
+        """How often a process could die now and come back."""
+        return self._deaths[name].left(now)
+
     def restarted(self, name: str) -> None:
         """The restart that was decided on has been done."""
         process = self.processes[name]
@@ -169,13 +178,13 @@ class RunBook:
             self.events.append("interrupted: trainers finish their step, save and leave")
             waiting = [name for name, process in self.processes.items() if process.state == "pausing" and process.spec.role != "dataflow"]
             for name in waiting:
-                self.processes[name].state = "ended"
+                self._call_off(self.processes[name])
             return [self._end(self._running("trainer"), now + self._launch.drain_s, "drain"), *self._next_phase(now)]
         if self.phase in ("leaving", "ending") and not self._interrupted_at_end:
             self._interrupted_at_end = True  # it ends anyhow; a second one is meant
         elif self.phase in ("draining", "leaving", "ending"):
             self.drained = False
-            return self._stop("interrupted twice", now)
+            return self._stop("interrupted twice", now, min(self._launch.term_s, AT_ONCE_S))
         return []
 
     def tick(self, now: float) -> list[Decision]:
@@ -205,7 +214,10 @@ class RunBook:
         if self.failure:
             return 1 if not self.user_error else USER_ERROR
         last = {name: process.exit_codes[-1] if process.exit_codes else 0 for name, process in self.processes.items()}
-        orderly = all(code == 0 or (code == -signal.SIGTERM and self.drained and name in self._asked) for name, code in last.items())
+        orderly = all(
+            code == 0 or self.processes[name].called_off or (code == -signal.SIGTERM and self.drained and name in self._asked)
+            for name, code in last.items()
+        )
         return 0 if self.phase == "over" and orderly else 1
 
     @property
@@ -228,7 +240,7 @@ class RunBook:
             orderly = not trainers and all(p.state == "done" for p in self.processes.values() if p.spec.role == "dataflow")
             self.phase, self._deadline = "ending", now + (min(LEAVE_S, self._launch.end_s) if orderly else self._launch.end_s)
             self._no_more_restarts()
-        elif self.phase in ("up", "draining") and not trainers:
+        elif not trainers and (self.phase == "draining" or (self.phase == "up" and self._launch.trainers)):
             self.phase, self._deadline = "leaving", now + (LEAVE_S if self.drained else self._launch.end_s)
         elif self.phase == "ending" and not trainers and self._deadline is not None:
             self._deadline = min(self._deadline, now + LEAVE_S)  # Dataflow said goodbye before the last trainer ended: the same as above
@@ -239,7 +251,11 @@ class RunBook:
     def _no_more_restarts(self) -> None:
         for process in self.processes.values():
             if process.state == "pausing":
-                process.state = "ended"
+                self._call_off(process)
+
+    def _call_off(self, process: ProcessState) -> None:
+        """Its restart. A trainer that does not come back has not saved, and Dataflow not said goodbye: those are no orderly ends."""
+        process.state, process.called_off = "ended", process.spec.role == "raas"
 
     def _end(self, names: tuple[str, ...], kill_at: float, why: str) -> Terminate:
         self._asked.update(names)
@@ -260,10 +276,11 @@ class RunBook:
         self._no_more_restarts()
         return self._next_phase(now)
 
-    def _stop(self, why: str, now: float) -> list[Decision]:
+    def _stop(self, why: str, now: float, term_s: float | None = None) -> list[Decision]:
         self.failure = self.failure or why
         self.phase, self._deadline = "stopping", None
         self._no_more_restarts()
         running = self._running()
         self._next_phase(now)
-        return [self._end(running, now + self._launch.term_s, why)] if running else []
+        patience_s = self._launch.term_s if term_s is None else term_s
+        return [self._end(running, now + patience_s, why)] if running else []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import os
 import secrets
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from astraflow.lib.net import is_loopback
 from astraflow.protocol.errors import ConfigError
@@ -51,6 +54,37 @@ def _refuse(where: str) -> NoReturn:
 def same_token(given: str, expected: str) -> bool:
     """Comparison whose time does not depend on where the two differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode("utf-8", "surrogateescape"))
+
+
+def foreign(host: str, origin: str, token: str) -> str:
+    """Why a request may come from a page of another site, by its Host and Origin headers; empty = it does not.
+
+    Browsers send what such a page wants to any address, a service on loopback included. Without a token only the name of this machine
+    is taken for ours (a page's own name may lead here: DNS rebinding), and never the call of another origin.
+    """
+    try:
+        name, site = urlsplit(f"//{host}").hostname or "", urlsplit(origin).netloc
+    except ValueError:
+        return f"Host {host[:80]!r} or Origin {origin[:80]!r} is none"
+    if origin and site != host:
+        return "a page of another site asked"
+    if token or not host or is_loopback(name):  # no browser leaves the host out
+        return ""
+    return f"without a token this service is only for this machine, not for {host[:80]!r}"
+
+
+def given_token(header: str) -> str:
+    """The token in an Authorization header: of `Bearer`, or the password of `Basic`, which is how a client that can only be given an
+    address (`http://any:TOKEN@host:port`) carries it. Empty when there is none."""
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value.strip(), validate=True).decode("utf-8").partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
 
 
 def token_required(host: str) -> bool:

@@ -1,4 +1,7 @@
-"""Numbers of a run: one JSON line per step and process in `metrics.jsonl`, TensorBoard event files beside it, and aggregators."""
+"""Numbers of a run: one JSON line per step and process in `metrics.jsonl`, TensorBoard event files beside it, and aggregators.
+
+The names stand in `protocol/metrics.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ class Metrics:
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._descriptor = os.open(directory / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._events = EventFile(directory / "tensorboard" / process.replace("/", "_").replace(":", "_")) if tensorboard else None
+        self._tensorboard = directory / "tensorboard" if tensorboard else None
+        self._events: dict[str, EventFile] = {}
 
     def log(self, step: int, values: Mapping[str, float], **tags: str | int) -> None:
         """Append one line with a single write. Numbers that are not finite become null (and stay out of TensorBoard)."""
@@ -43,8 +47,14 @@ class Metrics:
             if self._descriptor < 0:
                 return
             append_bytes(self._descriptor, line)
-            if self._events is not None and finite:
-                self._events.scalars(step, finite, now)
+            if self._tensorboard is not None and finite:
+                self._events_of(self._tensorboard, tags).scalars(step, finite, now)
+
+    def _events_of(self, root: Path, tags: Mapping[str, str | int]) -> EventFile:
+        series = series_of(self._process, tags)
+        if series not in self._events:
+            self._events[series] = EventFile(root / series.replace(":", "_"))
+        return self._events[series]
 
     def close(self) -> None:
         """Close the files; later calls of `log` are ignored."""
@@ -52,8 +62,15 @@ class Metrics:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
-                if self._events is not None:
-                    self._events.close()
+                for events in self._events.values():
+                    events.close()
+
+
+def series_of(process: str, tags: Mapping[str, object]) -> str:
+    """What tells the curves of one name apart: the process and the words among its tags (`dataflow/solver/interval`). A word that the
+    process's own name ends with says nothing new (`trainer:solver`)."""
+    words = [word for word in tags.values() if isinstance(word, str) and word and not process.endswith(f":{word}")]
+    return "/".join(part.replace("/", "_") for part in (process, *words))
 
 
 class Counter:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+from urllib.parse import SplitResult, urlsplit
 
 from astraflow.protocol.errors import ConfigError
 
@@ -19,9 +21,9 @@ def host_port(host: str, port: int) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
-def http_url(host: str, port: int) -> str:
-    """`http://host:port`."""
-    return f"http://{host_port(host, port)}"
+def http_url(host: str, port: int, tls: bool = False) -> str:
+    """`http://host:port`, or `https://host:port`."""
+    return f"{'https' if tls else 'http'}://{host_port(host, port)}"
 
 
 def tcp_url(host: str, port: int) -> str:
@@ -39,6 +41,57 @@ def split_host_port(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"address {text!r}: port {port!r} is not a number between 0 and 65535")
     return bare_host(host), int(port)
+
+
+HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?")
+MAX_URL_CHARS = 2048
+
+
+def check_url(url: str, where: str, *, this_machine: bool = False) -> str:
+    """The address of a service of the cluster, without a slash at its end. `this_machine`: only loopback is meant.
+
+    Raises ConfigError, beginning with `where`, for another scheme than http and https, a missing host or port, credentials, a path,
+    query or fragment, and for a host that is no service's: unspecified, multicast or link-local (where clouds keep their keys).
+    """
+    wanted = "expected http://host:port or https://host:port"
+    parts = _split(url, where, wanted)
+    shown = f"{where} {url[:100]!r}"
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ConfigError(f"{shown}: {wanted}")
+    host, port = parts.hostname, _port(parts)
+    if port is None:
+        raise ConfigError(f"{shown}: its port is not a number between 1 and 65535; {wanted}")
+    try:
+        address = ipaddress.ip_address(host.split("%", 1)[0])
+    except ValueError:
+        if not HOST_NAME.fullmatch(host) or re.fullmatch(r"[0-9.]+|0[xX][0-9a-fA-F]+", host):
+            raise ConfigError(f"{shown}: {host[:100]!r} is no name of a host; {wanted}") from None
+    else:
+        if address.is_unspecified or address.is_multicast or address.is_link_local:
+            raise ConfigError(f"{shown}: {host} is no address of a service of this cluster")
+    if this_machine and not is_loopback(host):
+        raise ConfigError(f"{shown}: points off this machine, and this process has no token; expected a loopback address, or a token")
+    return url.rstrip("/")
+
+
+def _split(url: str, where: str, wanted: str) -> SplitResult:
+    """Its parts; errors quote no URL that may hold a password."""
+    if len(url) > MAX_URL_CHARS or not url.isascii() or not url.isprintable() or set(url) & set(" \\"):
+        raise ConfigError(f"{where} {url[:100]!r}: {wanted}, in at most {MAX_URL_CHARS} plain characters")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{where} {url[:100]!r}: {wanted}") from None
+    if "@" in url:
+        raise ConfigError(f"{where} holds a user name or password; {wanted}, and the token in a file or in ASTRAFLOW_TOKEN")
+    return parts
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port or None
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -27,7 +27,7 @@ from astraflow.protocol.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_ARENA_MAX = -8
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -44,6 +44,22 @@ def die_with_parent(parent: int | None = None, sig: int = signal.SIGKILL) -> Non
         raise ProcessLookupError("the parent ended before its child began")
 
 
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, so that `descendants` finds them. Linux only."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below `pid`, in whatever session; empty where there is no /proc."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for child in map(int, thread.read_text(encoding="ascii").split()):
+                found += [child, *descendants(child)]
+    return found
+
+
 def limit_arenas(count: int) -> None:
     """Let all threads share `count` heaps of the C library: otherwise every thread that ever held large buffers keeps its own share
     of them (measured: 400 MiB against 235 MiB of a Dataflow with batches of 14 MB). Call it before threads start; glibc only."""
@@ -52,7 +68,8 @@ def limit_arenas(count: int) -> None:
 
 
 class Child:
-    """One child process. `pass_fds` and `stdin` are for pipes and socketpairs; its output goes to `log_path` (appended) or is inherited."""
+    """One child process. `pass_fds` is for pipes and socketpairs; its output goes to `log_path` (appended), to `output_fd` (the caller's
+    pipe) or is inherited."""
 
     def __init__(
         self,
@@ -60,6 +77,7 @@ class Child:
         *,
         env: Mapping[str, str] | None = None,
         log_path: Path | str | None = None,
+        output_fd: int | None = None,
         cwd: Path | str | None = None,
         pass_fds: Sequence[int] = (),
         name: str = "",
@@ -74,7 +92,7 @@ class Child:
         def in_child() -> None:
             die_with_parent(parent, death_signal)
 
-        def start(output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        def start(output: IO[bytes] | int | None) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 self.argv,
                 env=None if env is None else dict(env),
@@ -88,7 +106,7 @@ class Child:
             )
 
         with contextlib.ExitStack() as stack:
-            output: IO[bytes] | None = None
+            output: IO[bytes] | int | None = output_fd
             if log_path is not None:
                 Path(log_path).parent.mkdir(parents=True, exist_ok=True)
                 output = stack.enter_context(open(log_path, "ab"))
@@ -198,13 +216,17 @@ class RestartBook:
         self.restarts = 0
         self._deaths: deque[float] = deque()
 
+    def left(self, now: float) -> int:
+        """Restarts that there would still be."""
+        while self._deaths and now - self._deaths[0] > self.policy.window_s:
+            self._deaths.popleft()
+        return max(self.policy.limit - len(self._deaths), 0)
+
     def died(self, now: float) -> float | None:
         """The time at which to start it again, or None to give up."""
-        policy = self.policy
-        while self._deaths and now - self._deaths[0] > policy.window_s:
-            self._deaths.popleft()
+        policy, left = self.policy, self.left(now)
         self._deaths.append(now)
-        if len(self._deaths) > policy.limit:
+        if not left:
             return None
         self.restarts += 1
         pause_s: float = policy.first_s * policy.factor ** (len(self._deaths) - 1)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -26,8 +29,10 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as PathRoute
 from starlette.types import Receive, Scope, Send
 
-from astraflow.lib.auth import check_token, same_token, token_required
+from astraflow.lib import limits
+from astraflow.lib.auth import check_token, foreign, given_token, same_token, token_required
 from astraflow.lib.net import host_port, http_url, listen, reachable_host
+from astraflow.lib.tls import PLAIN, Tls, server_context
 from astraflow.protocol.codec import decode, decode_json, encode, encode_json
 from astraflow.protocol.errors import (
     BY_NAME,
@@ -50,6 +55,10 @@ log = logging.getLogger(__name__)
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 MAX_BODY_BYTES = 256 * 2**20
+THREAD_BYTES = 2**16
+"""Larger bodies are decoded in a thread: the loop answers others meanwhile."""
+HANDSHAKE_S, GOODBYE_S = 10.0, 0.5
+"""TLS: a connection that has not proved itself for so long is closed; a closing one waits so long for the other side's goodbye."""
 CHUNK_BYTES = 4 * 2**20
 """Large replies are handed to the transport in such pieces, so that it never buffers a whole one again."""
 
@@ -65,13 +74,15 @@ class Identity:
     """Empty while the run is not known yet (`raas --join`)."""
     incarnation: str
     """Random, new at each process start."""
-    token: str = ""
+    token: str = dataclasses.field(default="", repr=False)
     """Cluster token; empty = none is asked for (loopback only)."""
+    tls: Tls = PLAIN
+    """What its services show and its clients trust."""
 
 
-def new_identity(run_id: str, token: str = "") -> Identity:
+def new_identity(run_id: str, token: str = "", tls: Tls = PLAIN) -> Identity:
     """The identity of a process that starts now."""
-    return Identity(run_id, secrets.token_hex(8), token)
+    return Identity(run_id, secrets.token_hex(8), token, tls)
 
 
 class _Envelope(msgspec.Struct):
@@ -122,8 +133,14 @@ def wire_error(error: BaseException, name: str) -> tuple[int, ErrorReply]:
     """HTTP status and body for an error; classes that the other side does not know travel as their nearest known parent."""
     for kind in type(error).__mro__:
         if BY_NAME.get(kind.__name__) is kind and kind is not AstraFlowError:
-            return BY_NAME[kind.__name__].http_status, ErrorReply(error=kind.__name__, message=str(error))
-    return RemoteError.http_status, ErrorReply(error="RemoteError", message=f"{name}: {type(error).__name__}: {error}")
+            return BY_NAME[kind.__name__].http_status, ErrorReply(error=kind.__name__, message=_shown(str(error)))
+    return RemoteError.http_status, ErrorReply(error="RemoteError", message=_shown(f"{name}: {type(error).__name__}: {error}"))
+
+
+def _shown(text: str) -> str:
+    """What fits into an answer. A lone surrogate, as Python's file names have them, is no text for the wire."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limits.MAX_ERROR_CHARS else f"{text[: limits.MAX_ERROR_CHARS]} … ({len(text)} characters)"
 
 
 class Server:
@@ -158,6 +175,7 @@ class Server:
         self.max_body_bytes = max_body_bytes
         self.stopping = False
         self.in_flight: set[asyncio.Task[Any]] = set()
+        self.bodies = limits.Bodies(name)
         self._open_paths = tuple(open_paths)
         self._paths = [f"{route.method} {route.path}" for route in routes.values()]
         paths: dict[str, dict[str, _Call]] = {}
@@ -167,16 +185,18 @@ class Server:
             routes=[*(PathRoute(path, _Endpoint(calls)) for path, calls in paths.items()), *extra_routes],
             exception_handlers={HTTPException: self._http_error},
         )
+        self.app.router.redirect_slashes = False  # a path is one of ours or unknown
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """http address for others; known once `start` returned when the port was 0."""
-        return http_url(reachable_host(self.host), self.port)
+        """Address for others; known once `start` returned when the port was 0."""
+        return http_url(reachable_host(self.host), self.port, bool(self.identity.tls.cert))
 
     async def start(self) -> None:
-        """Bind and serve. Raises ConfigError naming host:port when it cannot be bound."""
+        """Bind and serve. Raises ConfigError naming host:port when it cannot be bound, or a certificate file that cannot be used."""
+        tls = server_context(self.identity.tls) if self.identity.tls.cert else None
         sock = listen(self.host, self.port)
         self.port = int(sock.getsockname()[1])
         config = uvicorn.Config(
@@ -184,6 +204,8 @@ class Server:
             interface="asgi3",
             lifespan="off",
             ws="none",
+            http=limits.PatientProtocol,
+            h11_max_incomplete_event_size=limits.MAX_HEAD_BYTES,
             access_log=False,
             log_config=None,
             proxy_headers=False,
@@ -192,6 +214,8 @@ class Server:
             limit_concurrency=1024,  # connections; a run has tens of peers with a few calls each, beyond that uvicorn answers 503
             timeout_keep_alive=75,  # longer than the client keeps an idle connection, so that it never writes into a closing one
         )
+        config.load()
+        config.ssl = tls
         self._server = _Uvicorn(config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]), name=f"{self.name} http")
         while not self._server.started:
@@ -218,27 +242,35 @@ class Server:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The token stands before everything, Starlette's own answers included."""
-        if scope["type"] == "http" and self.identity.token and not self._may_enter(scope):
-            error = AuthError(f"{self.name}: the cluster token is missing or wrong")
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             await _reply_error(send, *wire_error(error, self.name), json=_wants_json(scope), identity=self.identity)
             return
         await self.app(scope, receive, send)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> AstraFlowError | None:
+        """Why a request goes no further, by its head alone."""
+        if len(scope["headers"]) > limits.MAX_HEADERS:
+            return TooLarge(f"{self.name}: {len(scope['headers'])} headers, at most {limits.MAX_HEADERS} are taken")
+        if len(scope["query_string"]) > limits.MAX_QUERY_BYTES:
+            return TooLarge(f"{self.name}: a query of {len(scope['query_string'])} bytes, at most {limits.MAX_QUERY_BYTES} are taken")
         if self._open_paths and scope["path"].startswith(self._open_paths):
-            return True
-        given = _header(scope, b"authorization")
-        return given[:7].lower() == "bearer " and same_token(given[7:].strip(), self.identity.token)
+            return None
+        token = self.identity.token
+        if token and not same_token(given_token(_header(scope, b"authorization")), token):
+            return AuthError(f"{self.name}: the cluster token is missing or wrong")
+        reason = foreign(_header(scope, b"host"), _header(scope, b"origin"), token)
+        return AuthError(f"{self.name}: {reason}") if reason else None
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         """Starlette's own errors: no such path, no such method."""
         assert isinstance(error, HTTPException)
         kind, text = ("BadMessage", error.detail)
         if error.status_code == 404:
-            kind, text = "UnknownName", f"{self.name} has no {request.url.path}; known: {', '.join(self._paths)}"
+            kind, text = "UnknownName", _shown(f"{self.name} has no {request.scope['path'][:200]}; known: {', '.join(self._paths)}")
         body = ErrorReply(error=kind, message=text, run_id=self.identity.run_id, incarnation=self.identity.incarnation)
         json = _wants_json(request.scope)
-        return Response(encode_body(body, json), error.status_code, headers=error.headers, media_type=JSON if json else MSGPACK)
+        headers = {**{name.decode(): value.decode() for name, value in limits.SAFE_HEADERS}, **(error.headers or {})}
+        return Response(encode_body(body, json), error.status_code, headers=headers, media_type=JSON if json else MSGPACK)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -247,6 +279,30 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As it is, but with limits for both ends of a TLS connection: uvicorn leaves them at 60 and 30 s, and a stopping service
+        would wait so long for every idle client to answer its goodbye."""
+        if self.config.ssl is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+
+        def connection() -> asyncio.Protocol:
+            kind: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            return made
+
+        for sock in sockets or ():
+            listening = await asyncio.get_running_loop().create_server(
+                connection,
+                sock=sock,
+                ssl=self.config.ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=GOODBYE_S,
+            )
+            self.servers.append(listening)
 
     def stop_listening(self) -> None:
         for server in self.servers:
@@ -277,13 +333,14 @@ class _Call:
         server, identity = self._server, self._server.identity
         task = asyncio.current_task()
         assert task is not None
-        json_in = "json" in _header(scope, b"content-type") if self._route.method == "POST" else False
+        json_in = self._route.method == "POST" and _essence(scope).endswith(("/json", "+json"))
         json_out = _wants_json(scope, default=self._route.method == "GET" or json_in)
         server.in_flight.add(task)
+        held = limits.Held(server.bodies)
         try:
             if server.stopping:
                 raise Unavailable(f"{server.name} is stopping")
-            request = await self._request(scope, receive, json_in)
+            request = await self._request(scope, receive, json_in, held)
             if request is None:
                 return  # the client went away in the middle of its request
             if self._route.raw_reply:
@@ -305,6 +362,7 @@ class _Call:
             await _reply(send, 200, body, media)
         finally:
             server.in_flight.discard(task)
+            held.release()
 
     async def _failed(self, error: Exception, send: Send, json: bool) -> None:
         server = self._server
@@ -317,20 +375,32 @@ class _Call:
             log.error("%s %s failed", self._route.method, self._route.path, exc_info=error)
         await _reply_error(send, status, reply, json=json, identity=server.identity)
 
-    async def _request(self, scope: Scope, receive: Receive, json: bool) -> Message | None:
+    async def _request(self, scope: Scope, receive: Receive, json: bool, held: limits.Held) -> Message | None:
         where = f"{self._server.name} {self._route.path}"
         if self._route.method == "GET":
             request = _from_query(scope["query_string"], self._route.request)
         else:
-            body = await _read_body(scope, receive, self._server.max_body_bytes, where)
+            limit = min(self._route.max_body_bytes, self._server.max_body_bytes)
+            body = await _read_body(scope, receive, limit, where, held)
             if body is None:
                 return None
-            kind = _header(scope, b"content-type")
-            if body and not json and kind and "msgpack" not in kind:
-                raise BadMessage(f"{where}: Content-Type {kind!r}: expected {MSGPACK} or {JSON}")
-            request = decode_body(body, self._route.request, json) if body else _from_query(b"", self._route.request)
+            kind, packed = _essence(scope), _header(scope, b"content-encoding")
+            if body and not json and kind and not kind.endswith("msgpack"):
+                raise BadMessage(f"{where}: Content-Type {kind[:80]!r}: expected {MSGPACK} or {JSON}")
+            if packed not in ("", "identity"):
+                raise BadMessage(f"{where}: Content-Encoding {packed[:80]!r}: bodies are taken as they are")
+            decoded = partial(_decoded, body, self._route.request, json, where)
+            request = await asyncio.to_thread(decoded) if len(body) > THREAD_BYTES else decoded()
         check_envelope(request, self._server.identity, where)
         return request
+
+
+def _decoded(body: bytes, kind: type[Message], json: bool, where: str) -> Message:
+    if not body:
+        return _from_query(b"", kind)
+    limits.check_structure(body, json, where)
+    request: Message = decode_body(body, kind, json)
+    return request
 
 
 def _from_query(query: bytes, kind: type[Message]) -> Message:
@@ -341,7 +411,7 @@ def _from_query(query: bytes, kind: type[Message]) -> Message:
         raise BadMessage(f"{kind.__name__}: {error}") from None
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int, where: str) -> bytes | None:
+async def _read_body(scope: Scope, receive: Receive, limit: int, where: str, held: limits.Held) -> bytes | None:
     """The whole body; None when the client disconnected. Raises TooLarge as soon as it is known to be over the limit."""
     announced = _header(scope, b"content-length")
     if announced.isdigit() and int(announced) > limit:
@@ -357,13 +427,14 @@ async def _read_body(scope: Scope, receive: Receive, limit: int, where: str) -> 
         if size > limit:
             raise TooLarge(f"{where}: a body of more than {limit} bytes")
         if chunk:
+            held.add(len(chunk))
             chunks.append(chunk)
         if not event.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 async def _reply(send: Send, status: int, body: bytes, media: str) -> None:
-    headers = [(b"content-type", media.encode("ascii")), (b"content-length", str(len(body)).encode("ascii"))]
+    headers = [(b"content-type", media.encode("ascii")), (b"content-length", str(len(body)).encode("ascii")), *limits.SAFE_HEADERS]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     if len(body) <= CHUNK_BYTES:
         await send({"type": "http.response.body", "body": body})
@@ -384,6 +455,11 @@ def _header(scope: Scope, name: bytes) -> str:
         if key == name:
             return bytes(value).decode("latin-1")
     return ""
+
+
+def _essence(scope: Scope) -> str:
+    """The Content-Type without its parameters."""
+    return _header(scope, b"content-type").partition(";")[0].strip().lower()
 
 
 def _wants_json(scope: Scope, default: bool = True) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 from urllib.parse import quote
@@ -15,9 +14,11 @@ import httpx
 import msgspec
 
 from astraflow.lib.auth import check_token
+from astraflow.lib.net import check_url
+from astraflow.lib.tls import Tls, client_context, find_ssl_error, not_accepted, speaks_no_tls
 from astraflow.lib.wire import JSON, MSGPACK, Identity, check_envelope, decode_body
 from astraflow.protocol.codec import encode
-from astraflow.protocol.errors import BY_NAME, BadMessage, ConfigError, DeadlinePassed, RemoteError, Unavailable
+from astraflow.protocol.errors import BY_NAME, AuthError, BadMessage, DeadlinePassed, RemoteError, Unavailable
 from astraflow.protocol.message import ErrorReply, Message
 from astraflow.protocol.routes import Route
 
@@ -27,16 +28,13 @@ P = TypeVar("P", bound=Message)
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=30.0)
 """Per peer. 256: one instance's long polls and weight calls stay far below it; expiry is shorter than the server's 75 s."""
 
-
-@cache
-def _authorities() -> ssl.SSLContext:
-    """Loaded once: reading the authorities takes longer than many calls."""
-    return ssl.create_default_context()
+MAX_REPLY_BYTES = 1 << 30
+"""More than the largest batch; a peer that sends more is broken."""
 
 
-def _verify(url: str) -> ssl.SSLContext | bool:
+def _verify(url: str, tls: Tls) -> ssl.SSLContext | bool:
     """Plain HTTP needs no authorities (redirects are not followed)."""
-    return _authorities() if url.startswith("https:") else False
+    return client_context(tls) if url.startswith("https:") else False
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,11 @@ class _Call:
 class _Peer:
     """What both clients share: building requests, reading replies."""
 
-    def __init__(self, url: str, identity: Identity):
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"url {url!r}: {error}; expected http://host:port") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"url {url!r}: expected http://host:port")
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, identity: Identity, max_reply_bytes: int):
+        self._max_reply_bytes = max_reply_bytes
+        self.url = check_url(url, "url", this_machine=not identity.token)
         self.identity = identity
-        self._headers = {"accept": MSGPACK}
+        self._headers = {"accept": MSGPACK, "accept-encoding": "identity"}
         if check_token(identity.token, "token"):
             self._headers["authorization"] = f"Bearer {identity.token}"
 
@@ -101,11 +94,23 @@ class _Peer:
         text = f"{reply.error}: {reply.message}" if reply.error not in BY_NAME else reply.message
         raise known(f"{text} [{self.url}]" if known is RemoteError else text)
 
+    def _check_size(self, route: Route[Any, Any], size: int) -> None:
+        """Bytes as they travel: a packed reply was not asked for, and is not unpacked."""
+        if size > self._max_reply_bytes:
+            raise BadMessage(f"{route.path} at {self.url}: a reply of more than {self._max_reply_bytes} bytes")
+
     def _refused(self, route: Route[Any, Any], error: httpx.HTTPError | TimeoutError, timeout_s: float) -> NoReturn:
         where = f"{route.method} {route.path} at {self.url}"
         if isinstance(error, TimeoutError | httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
             raise DeadlinePassed(f"{where}: no answer within {timeout_s:g} s") from None
         text = " ".join(str(error).split()) or type(error).__name__
+        secure = find_ssl_error(error)
+        if isinstance(secure, ssl.SSLCertVerificationError):
+            raise AuthError(f"{where}: its certificate is not accepted: {not_accepted(secure, self.identity.tls)}") from None
+        if secure is not None and speaks_no_tls(secure):
+            text = "it speaks no TLS; expected an address that begins with http://"
+        elif isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http:"):
+            text += " (a service with TLS does so; its address begins with https://)"
         raise Unavailable(f"{where}: {text}") from None
 
 
@@ -140,9 +145,9 @@ class Client(_Peer):
     it does not answer in time, RemoteError (with the peer's name) when it failed. Nothing is tried again here.
     """
 
-    def __init__(self, url: str, identity: Identity):
-        super().__init__(url, identity)
-        self._http = httpx.AsyncClient(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url))
+    def __init__(self, url: str, identity: Identity, max_reply_bytes: int = MAX_REPLY_BYTES):
+        super().__init__(url, identity, max_reply_bytes)
+        self._http = httpx.AsyncClient(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url, identity.tls))
 
     async def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
         """The reply of one call; `timeout_s` covers all of it, connection included."""
@@ -153,14 +158,21 @@ class Client(_Peer):
         return self._bytes(route, *await self._send(route, self._prepare(route, None, ref), timeout_s))
 
     async def _send(self, route: Route[Any, Any], call: _Call, timeout_s: float) -> tuple[httpx.Response, bytes]:
+        chunks, size = list[bytes](), 0
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(
                     call.method, self.url + call.path, params=call.params, content=call.content, headers=call.headers
-                )
+                ) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self._check_size(route, size)
         except (httpx.HTTPError, TimeoutError) as error:
             self._refused(route, error, timeout_s)
-        return response, response.content
+        return response, b"".join(chunks)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -176,9 +188,9 @@ class Client(_Peer):
 class SyncClient(_Peer):
     """The same, blocking: for the trainer and the command line. Safe to share between threads."""
 
-    def __init__(self, url: str, identity: Identity):
-        super().__init__(url, identity)
-        self._http = httpx.Client(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url))
+    def __init__(self, url: str, identity: Identity, max_reply_bytes: int = MAX_REPLY_BYTES):
+        super().__init__(url, identity, max_reply_bytes)
+        self._http = httpx.Client(limits=LIMITS, timeout=None, trust_env=False, verify=_verify(self.url, identity.tls))
 
     def call(self, route: Route[Q, P], request: Q | None = None, *, timeout_s: float, ref: str = "") -> P:
         """The reply of one call; `timeout_s` covers all of it (a silent peer is noticed within twice that time at worst)."""
@@ -190,13 +202,15 @@ class SyncClient(_Peer):
 
     def _send(self, route: Route[Any, Any], call: _Call, timeout_s: float) -> tuple[httpx.Response, bytes]:
         end = time.monotonic() + timeout_s
-        chunks: list[bytes] = []
+        chunks, size = list[bytes](), 0
         try:
             with self._http.stream(
                 call.method, self.url + call.path, params=call.params, content=call.content, headers=call.headers, timeout=timeout_s
             ) as response:
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
+                    size += len(chunk)
+                    self._check_size(route, size)
                     if time.monotonic() > end:
                         raise TimeoutError
         except (httpx.HTTPError, TimeoutError) as error:

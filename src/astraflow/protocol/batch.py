@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from astraflow.protocol.codec import Column
-from astraflow.protocol.message import Message
+from astraflow.protocol.message import Message, Name, Version
 
 FINISH_CODES: tuple[str, ...] = ("stop", "length", "error", "rejected")
 """`Batch.rows["finish"]` is an index into this tuple."""
@@ -16,11 +16,11 @@ FINISH_CODES: tuple[str, ...] = ("stop", "length", "error", "rejected")
 class BatchRequest(Message, kw_only=True):
     """GET /batch. The same name returns the same bytes, however often."""
 
-    model_id: str
+    model_id: Name
     """The policy."""
-    timeline: int
+    timeline: Version
     """Of the caller; a dead one is answered with `stale_timeline`."""
-    version: int
+    version: Version
     """The trainer's version now; the batch moves it to version + 1."""
     wait_s: float = 20.0
     """Long-poll; `wait` is answered when nothing is ready by then."""
@@ -91,3 +91,5 @@ class BatchReply(Message, kw_only=True):
     """Groups seen and dropped by reason since the last batch of this model."""
     metrics: dict[str, float] = {}
     """`buffer/…`, `staleness/…`, `rollout/…` at the moment of serving."""
+    save_checkpoint: bool = False
+    """An operator wants a checkpoint of the present version, before the next step."""

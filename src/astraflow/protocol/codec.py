@@ -81,9 +81,41 @@ def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+UNSENDABLE = (OverflowError, ValueError, TypeError, RecursionError)
+"""What the encoder raises: integers beyond 64 bits, lone surrogates, objects, endless nesting."""
+
+
 def encode(message: Any) -> bytes:
-    """msgpack bytes of a Struct."""
-    return _msgpack_encoder.encode(message)
+    """msgpack bytes of a Struct. Raises BadMessage for one that holds what cannot be sent (`fault_of`)."""
+    try:
+        return _msgpack_encoder.encode(message)
+    except UNSENDABLE as error:
+        raise BadMessage(f"{type(message).__name__} cannot be sent: {error}") from None
+
+
+def fault_of(value: Any) -> str:
+    """Which part of free data cannot be sent, and why, in one line; empty when all of it can."""
+    path: list[str] = []
+    fault = _fault(value)
+    while fault is not None and not isinstance(fault, RecursionError):
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        inner = next(((key, part, found) for key, part in parts if (found := _fault(part)) is not None), None)
+        if inner is None:
+            break
+        key, value, fault = inner
+        path.append(f"{key!s:.40}".encode("utf-8", "replace").decode())
+    if fault is None:
+        return ""
+    why = "an integer beyond 64 bits" if isinstance(fault, OverflowError) else str(fault)
+    return f"field `{'.'.join(path)}` cannot be sent: {why} ({type(value).__name__})"
+
+
+def _fault(value: Any) -> Exception | None:
+    try:
+        _msgpack_encoder.encode(value)
+    except UNSENDABLE as error:
+        return error
+    return None
 
 
 def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[T]) -> T:

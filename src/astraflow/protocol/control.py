@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from astraflow.protocol.batch import WaitEdge
-from astraflow.protocol.message import Message
+from astraflow.protocol.message import Count, Message, Name, Url, Version
 from astraflow.protocol.rollout import Serving
 
 State = Literal["starting", "ready", "idle", "draining", "error"]
+Names = Annotated[list[Name], Meta(max_length=256)]
+"""Models, of which a run has a few, or addresses."""
+Hashes = Annotated[dict[Name, Name], Meta(max_length=256)]
+"""Model → hash."""
 
 
 # --- RaaS ---------------------------------------------------------------------------------------------------------------
@@ -79,20 +84,22 @@ class RaaSStatus(Message, kw_only=True):
 class RegisterRaaS(Message, kw_only=True):
     """RaaS → Dataflow. The same instance_id from a new incarnation replaces the old process."""
 
-    instance_id: str
+    instance_id: Name
     """The same id from a new incarnation replaces the old process."""
-    url: str
+    url: Url
     """Where it listens."""
-    models: list[str]
+    models: Names
     """Policies that it can serve."""
-    total_slots: int
+    total_slots: Count
     """Trajectories that run at once."""
-    weight: float = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Routing weight: expected speed relative to the others."""
-    tokenizer_hash: dict[str, str] = {}
+    tokenizer_hash: Hashes = {}
     """Hash of the tokenizer; compared at start."""
-    template_hash: dict[str, str] = {}
+    template_hash: Hashes = {}
     """Hash of the chat template; compared at start."""
+    region: str = ""
+    """Where it runs, for people; empty = not told."""
 
 
 class RegisterRaaSReply(Message, kw_only=True):
@@ -103,7 +110,7 @@ class RegisterRaaSReply(Message, kw_only=True):
 
 
 class DeregisterRaaS(Message, kw_only=True):
-    instance_id: str
+    instance_id: Name
     """Name of the rollout service, stable across its restarts."""
     drain: bool = True
     """Finish what runs, then leave; otherwise its leases are issued again at once."""
@@ -136,6 +143,8 @@ class InstanceInfo(msgspec.Struct, kw_only=True):
     """Receipts per model."""
     reason: str = ""
     """One line for people."""
+    region: str = ""
+    """Where it runs, for people; empty = not told."""
 
 
 class RaaSPool(Message, kw_only=True):
@@ -149,24 +158,28 @@ class RaaSPool(Message, kw_only=True):
 class Ready(Message, kw_only=True):
     """Trainer → Dataflow, after it published its first weights."""
 
-    model_id: str
+    model_id: Name
     """The policy."""
-    train_batch_size: int
+    train_batch_size: Annotated[int, Meta(le=2**31 - 1)]
     """Trajectories per batch."""
-    sender_endpoint: str
+    sender_endpoint: Url
     """http address of its sender agent; empty = a trainer that serves no weights."""
-    version: int = 0
+    version: Version = 0
     """Version that is published now (0, or recovered_version)."""
-    digest: str = ""
+    digest: Name = ""
     """Digest of the published bytes; empty = unverified."""
-    recovered_version: int | None = None
+    recovered_version: Version | None = None
     """Set after a resume from a checkpoint."""
-    checkpoint_version: int = -1
+    checkpoint_version: Version = -1
     """Newest durable checkpoint; −1 = none."""
-    tokenizer_hash: str = ""
+    tokenizer_hash: Name = ""
     """Hash of the tokenizer; compared at start."""
-    template_hash: str = ""
+    template_hash: Name = ""
     """Hash of the chat template; compared at start."""
+    more_senders: Annotated[list[Url], Meta(max_length=256)] = []
+    """Sender agents of the trainer's other nodes: each serves the whole model, so rollout services are spread over all of them."""
+    region: str = ""
+    """Where it runs, for people; empty = not told."""
 
 
 class ReadyReply(Message, kw_only=True):
@@ -181,21 +194,21 @@ class ReadyReply(Message, kw_only=True):
 class NotifyVersion(Message, kw_only=True):
     """Trainer → Dataflow: `version` is published. Commits the batch named version − 1. Returns at once."""
 
-    model_id: str
+    model_id: Name
     """The policy."""
-    timeline: int
+    timeline: Version
     """Life of the policy's history (contracts: Words)."""
-    version: int
+    version: Version
     """Publishes after the first; the first is version 0."""
-    digest: str = ""
+    digest: Name = ""
     """Hash over the published bytes; empty = unverified."""
-    checkpoint_version: int = -1
+    checkpoint_version: Version = -1
     """Newest durable checkpoint; −1 = none."""
     run_eval: bool = False
     """Evaluate this version."""
-    sender_endpoint: str = ""
+    sender_endpoint: Url = ""
     """Given again when the sender came back at another address; empty = unchanged."""
-    metrics: dict[str, float] = {}
+    metrics: Annotated[dict[Name, float], Meta(max_length=4096)] = {}
     """The step's training metrics, for status and report."""
 
 
@@ -209,7 +222,7 @@ class NotifyVersionReply(Message, kw_only=True):
 
 
 class EvalResultsRequest(Message, kw_only=True):
-    since: int = 0
+    since: Count = 0
     """Index of the first result wanted."""
     wait_s: float = 0.0
     """How long to wait before answering without the thing waited for."""
@@ -268,6 +281,10 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
     """http address of the sender agent."""
     tokenizer_hash: str = ""
     """Hash of the tokenizer; compared at start."""
+    region: str = ""
+    """Where it runs, for people; empty = not told."""
+    checkpoint_wanted: int = -1
+    """An operator has asked for a checkpoint of this version or a later one, which is not there yet; −1 = none is open."""
 
 
 class QueueInfo(msgspec.Struct, kw_only=True):
@@ -352,6 +369,8 @@ class DataflowStatus(Message, kw_only=True):
     """When `idle_s` reaches this the run is stalled: a report is written and it ends with exit code 3. None = never."""
     recent_drops: list[Drop] = []
     """Newest groups that were dropped since this process started, newest last, at most 20."""
+    paused: bool = False
+    """An operator has paused acquisition."""
 
 
 class ConfigReply(Message, kw_only=True):
@@ -370,10 +389,38 @@ class SaveBufferReply(Message, kw_only=True):
     """Where it was written."""
 
 
+class SetAcquisition(Message, kw_only=True):
+    """An operator → Dataflow. Not durable: a restarted Dataflow acquires again."""
+
+    paused: bool
+    """True: no new leases are submitted; what runs is collected and trained on. False: goes on."""
+
+
+class SaveCheckpoint(Message, kw_only=True):
+    """An operator → Dataflow, which hands it on with the trainer's next batch reply. Done when `checkpoint_version` in /status has come."""
+
+    model_id: str = ""
+    """The policy whose trainer is meant; empty = all."""
+
+
+class SaveCheckpointReply(Message, kw_only=True):
+    versions: dict[str, int]
+    """Per policy, the oldest version that the checkpoint may be of; a policy whose newest version is on disk already is left out."""
+
+
+class RunEval(Message, kw_only=True):
+    """An operator → Dataflow: evaluate the versions of this moment. Asked again at the same versions it is the same evaluation."""
+
+
+class RunEvalReply(Message, kw_only=True):
+    eval_id: str
+    """Names the evaluation; empty = the experiment has no validation set, or too many wait."""
+
+
 class Shutdown(Message, kw_only=True):
     """To Dataflow: one trainer is done (model_id set) or the whole run ends (empty). To RaaS and sender: end gracefully."""
 
-    model_id: str = ""
+    model_id: Name = ""
     """The trainer that is done; empty = everything ends."""
     reason: str = ""
     """One line for people."""

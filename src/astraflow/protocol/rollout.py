@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from astraflow.protocol.codec import Column
-from astraflow.protocol.message import Message
+from astraflow.protocol.message import Message, Name, Whole
 
 Boundary = Literal["prompt", "engine", "tool", "reward", "environment", "workflow", "cancelled"]
 Finish = Literal["stop", "length", "error", "rejected"]
+Ids = Annotated[list[Name], Meta(max_length=65536)]
+"""Of leases or deliveries; more than any instance holds."""
 
 
 class RolloutError(msgspec.Struct, kw_only=True):
@@ -99,36 +102,36 @@ class Group(msgspec.Struct, kw_only=True):
 class WorkflowSpec(msgspec.Struct, kw_only=True):
     """What to run for a lease: names of the RaaS's registry only, never code."""
 
-    workflow: str
+    workflow: Name
     """Registered workflow name."""
-    reward: str = ""
+    reward: Name = ""
     """Registered reward name; empty = the workflow scores by itself."""
     options: dict[str, Any] = {}
     """Options of the workflow."""
     generation: dict[str, Any] = {}
     """Overrides of the RaaS's generation settings (temperature, max_new_tokens, stop …)."""
-    policies: list[str] = msgspec.field(default_factory=lambda: ["default"])
+    policies: Annotated[list[Name], Meta(max_length=256)] = msgspec.field(default_factory=lambda: ["default"])
     """Policies that the workflow samples from, in the order that its roles name them."""
 
 
 class Lease(msgspec.Struct, kw_only=True):
     """One task handed to one instance."""
 
-    lease_id: str
+    lease_id: Name
     """Unique in the run, across resume."""
-    attempt: int = 1
+    attempt: Whole = 1
     """Grows when the lease is issued again after an instance died."""
-    task_id: str
+    task_id: Name
     """Data set + content hash."""
-    workflow_id: str
+    workflow_id: Name
     """Hash of the `WorkflowSpec`, registered before by `/register_workflow`."""
-    n_samples: int
+    n_samples: Whole
     """Group size."""
     data: dict[str, Any]
     """The task's fields: `prompt` or `messages`, `answer`, whatever the workflow and reward read."""
-    seed: int = 0
+    seed: Whole = 0
     """Base of the per-sample seeds."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Whole | None = None
     """Longer prompts are refused by RaaS (it owns the tokenizer) and counted; None = the model's context."""
     deadline_s: float = 600.0
     """The episode is cancelled after this time; a duration, never a wall clock."""
@@ -137,18 +140,18 @@ class Lease(msgspec.Struct, kw_only=True):
 class Serving(msgspec.Struct, kw_only=True):
     """Receipt: the weights that an instance really serves for one model."""
 
-    timeline: int
+    timeline: Whole
     """Life of the policy's history (contracts: Words)."""
-    version: int
+    version: Whole
     """Publishes after the first; the first is version 0."""
-    digest: str
+    digest: Name
     """Digest of the loaded bytes, empty for a foreign peer without digests (shown as unverified)."""
 
 
 class RegisterWorkflow(Message, kw_only=True):
     """Dataflow → RaaS."""
 
-    workflow_id: str
+    workflow_id: Name
     """Hash of the spec."""
     spec: WorkflowSpec
     """Registry names and options."""
@@ -164,9 +167,9 @@ class RegisterWorkflowReply(Message, kw_only=True):
 class Submit(Message, kw_only=True):
     """Dataflow → RaaS: leases to run. The same lease (id and attempt) twice runs once."""
 
-    leases: list[Lease]
+    leases: Annotated[list[Lease], Meta(max_length=65536)]
     """Whole groups."""
-    lane: str = ""
+    lane: Name = ""
     """Evaluation lane; empty = training."""
 
 
@@ -191,13 +194,13 @@ class SubmitReply(Message, kw_only=True):
 class Pull(Message, kw_only=True):
     """Dataflow → RaaS: long-poll for results and acknowledge earlier ones."""
 
-    ack: list[str] = []
+    ack: Ids = []
     """Deliveries that are durable at Dataflow; only now the RaaS may forget them."""
-    max_items: int = 64
+    max_items: Whole = 64
     """Most deliveries in one reply."""
     wait_s: float = 0.0
     """How long to wait for the first result, at most 30."""
-    lane: str = ""
+    lane: Name = ""
     """Evaluation lane; empty = training."""
 
 
@@ -248,7 +251,7 @@ class Leases(Message, kw_only=True):
 class CancelLeases(Message, kw_only=True):
     """Dataflow → RaaS: stop these leases and forget their results (superseded attempts, drains)."""
 
-    lease_ids: list[str]
+    lease_ids: Ids
     """Leases to stop."""
 
 
@@ -267,14 +270,14 @@ class ResetEngineReply(Message, kw_only=True):
 class EvalStart(Message, kw_only=True):
     """Open an evaluation lane pinned to one set of versions: loads of newer weights wait until it ends."""
 
-    lane: str
+    lane: Name
     """Its name, chosen by Dataflow."""
-    versions: dict[str, Serving]
+    versions: Annotated[dict[Name, Serving], Meta(max_length=256)]
     """What must be served for the lane to open; refused (Conflict) otherwise."""
     deadline_s: float = 300.0
     """The lane closes by itself after this time."""
 
 
 class EvalEnd(Message, kw_only=True):
-    lane: str
+    lane: Name
     """The lane to close."""

@@ -1,18 +1,20 @@
 """Calls between the trainer's sender agent and receivers, and the notice that makes a RaaS pull.
 
 Weights are named by (version, digest). Timelines are Dataflow's: the sender does not know them.
-Stream (one TCP connection per part): the receiver connects to `stream_port` and sends a 4-byte little-endian length and an
-encoded `StreamHello`; the sender answers with exactly `length` raw bytes from `offset` of the transfer, or closes.
+Stream (one TCP connection of several): the receiver connects to `stream_port` and sends a 4-byte little-endian length and an
+encoded `StreamHello`; the sender answers with exactly `length` raw bytes from `offset` of the transfer, or closes. Further hellos
+may follow on the same connection, also before the bytes of the previous one have come; they are answered in their order.
 Chunk i of a transfer covers bytes [i·chunk_bytes, (i+1)·chunk_bytes) and has its own xxh3-64 in the ticket.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from astraflow.protocol.message import Message
+from astraflow.protocol.message import Message, Name, Url, Version
 from astraflow.protocol.rollout import Serving
 
 TransferMode = Literal["full", "delta"]
@@ -80,9 +82,9 @@ class SenderVersion(Message, kw_only=True):
 class RegisterReceiver(Message, kw_only=True):
     """A receiver introduces itself (its first call to this sender)."""
 
-    instance_id: str
+    instance_id: Name
     """Name of the rollout service, stable across its restarts."""
-    layout_hash: str = ""
+    layout_hash: Name = ""
     """Empty the first time; otherwise the layout that the receiver staged: a different one is refused."""
 
 
@@ -98,20 +100,37 @@ class RegisterReceiverReply(Message, kw_only=True):
 class TransferRequest(Message, kw_only=True):
     """Ask for one exact version."""
 
-    instance_id: str
+    instance_id: Name
     """Name of the rollout service, stable across its restarts."""
-    version: int
+    version: Version
     """The exact version wanted."""
-    digest: str = ""
+    digest: Name = ""
     """Expected digest (from the notice); the sender refuses when it published another one under this version."""
     mode: TransferMode = "full"
     """What the receiver would like."""
-    base_version: int = -1
+    base_version: Version = -1
     """What the receiver holds; used for mode `delta`."""
-    base_digest: str = ""
+    base_digest: Name = ""
     """Digest that the delta starts from."""
-    codecs: list[str] = []
+    codecs: Annotated[list[Name], Meta(max_length=256)] = []
     """Delta codecs that the receiver can apply, best first."""
+
+
+class DeltaLink(msgspec.Struct, kw_only=True, frozen=True):
+    """One delta of a chain; it starts where the one before it ends."""
+
+    base_version: int
+    """Version that this delta starts from."""
+    base_digest: str
+    """Digest that this delta starts from."""
+    version: int
+    """Version that it leads to."""
+    digest: str
+    """Digest that it leads to."""
+    size_bytes: int
+    """Its share of the transfer."""
+    changed_elements: int
+    """Words that it changes."""
 
 
 class TransferTicket(Message, kw_only=True):
@@ -144,15 +163,17 @@ class TransferTicket(Message, kw_only=True):
     deadline_s: float
     """The sender cancels the transfer after this time without progress."""
     changed_elements: int = -1
-    """For a delta: words that differ; −1 for a full sync."""
+    """For a delta: words that differ, added up over its links; −1 for a full sync."""
+    links: list[DeltaLink] = []
+    """Deltas that lie one behind the other in the transfer, to be applied in this order; empty = one, from base to version."""
 
 
 class TransferDone(Message, kw_only=True):
     """The receiver's verdict; releases the half. `ok` only after bytes were staged and the digest verified."""
 
-    instance_id: str
+    instance_id: Name
     """Name of the rollout service, stable across its restarts."""
-    transfer_id: str
+    transfer_id: Name
     """Names one transfer."""
     ok: bool
     """Staged and verified."""
@@ -178,15 +199,15 @@ class StreamHello(msgspec.Struct, kw_only=True):
 class NotifyRaaS(Message, kw_only=True):
     """Dataflow → RaaS: these weights exist; pull and load them."""
 
-    model_id: str
+    model_id: Name
     """The policy."""
-    timeline: int
+    timeline: Version
     """A new timeline means rollback: pull full, drop what the dead timeline produced."""
-    version: int
+    version: Version
     """Publishes after the first; the first is version 0."""
-    digest: str
+    digest: Name
     """Hash over the published bytes; empty = unverified."""
-    sender_endpoint: str
+    sender_endpoint: Url
     """http address of the sender agent."""
     wait_s: float = 0.0
     """How long to wait for the load before replying."""

@@ -7,11 +7,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from astraflow.lib.tls import PLAIN, Tls
 from astraflow.weights.config import ModelConfig, WeightsConfig
+from astraflow.workflows.config import AgentConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+UNTIED = ("vllm", "sglang")
+"""Kinds of engine whose servers are given tied models untied, because they may keep the old output matrix of a tied one."""
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +69,22 @@ class RewardsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Per reward."""
     deadline_s: Seconds = 10.0
     """Per sample; its worker is then killed and the sample is unscored."""
+    max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of errors among a reward's verdicts of the last minute (of 20 at least) above which its workflows get no new work here;
+    1 = never. They get it again when the minute is over."""
+
+
+class CanaryConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """After a weight load: the engine's log-probs of fixed prompts against a forward with the published words."""
+
+    every: NotNegative = 1
+    """Versions divisible by this are checked; 0 = none. A check costs one reading of the staged file and some hundred tokens of
+    computing on the CPU (0.3 s for 135M parameters): space it out for models that take longer than a training step."""
+    max_error: Annotated[float, Meta(ge=0)] = 0.0
+    """Largest |Δ log-prob| (nats) that is accepted; above it the instance gets no work until a later load passes.
+    0 = 0.001 for float32 compute, 0.5 otherwise."""
+    deadline_s: Seconds = 60.0
+    """A check that takes longer is given up and counted as `raas/canary/unchecked`; the weights are served."""
 
 
 class RecordsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,11 +98,15 @@ class RaaSConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The `raas:` section; the same for every instance."""
 
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    engines: dict[str, EngineConfig] = {}
+    """By policy, where it is another one than `engine`: on other GPUs, or a service that has a frozen helper."""
     generation: GenerationConfig = msgspec.field(default_factory=GenerationConfig)
     rewards: RewardsConfig = msgspec.field(default_factory=RewardsConfig)
+    canary: CanaryConfig = msgspec.field(default_factory=CanaryConfig)
     records: RecordsConfig = msgspec.field(default_factory=RecordsConfig)
     slots: Positive = 64
-    """Episodes that run at once; must be at least `workflow.n_samples`."""
+    """Most episodes that run at once; must be at least `workflow.n_samples`. Fewer run while requests wait inside an engine or its
+    key-value memory is nearly full."""
     outbox_groups: Positive = 256
     """Groups that run or wait to be acknowledged; when it is full no new work is taken."""
     engine_retries: NotNegative = 2
@@ -99,6 +125,14 @@ class RaaSConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Local workflows: name → `module:attr`. Only this process's own configuration may name code."""
     reward_functions: dict[str, str] = {}
     """Local rewards: name → `module:attr`."""
+    environments: dict[str, str] = {}
+    """Local environments: name → `module:attr`."""
+    agents: dict[str, AgentConfig] = {}
+    """Programs that the workflow `agent` may run, by name."""
+
+    def engine_of(self, policy: str) -> EngineConfig:
+        """The engine that serves a policy."""
+        return self.engines.get(policy, self.engine)
 
 
 class RaaSProcess(msgspec.Struct, kw_only=True):
@@ -107,8 +141,14 @@ class RaaSProcess(msgspec.Struct, kw_only=True):
     run_id: str
     """Empty = learned from Dataflow."""
     run_dir: str
+    trace: bool = False
+    """Write spans (lib/trace.py)."""
+    region: str = ""
+    """Told to Dataflow, for people."""
     token: str = ""
     """Cluster token, read from its file; never part of a configuration file."""
+    tls: Tls = PLAIN
+    """What its services show and its clients trust."""
     seed: int = 0
     instance_id: str
     """Unique in the run, the same after a restart, e.g. `raas0`."""

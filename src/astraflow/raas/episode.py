@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from astraflow.lib.aio import Threads, contained
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.rollout import Boundary, Lease
 from astraflow.raas.engines.base import EngineError, check_piece, stable_hash
 from astraflow.raas.models import ServedModel
-from astraflow.workflows.api import EngineGroup, EpisodeError, ModelRequest, ModelResponse, RewardFunction
+from astraflow.workflows.api import EngineGroup, EpisodeError, ModelRequest, ModelResponse, RewardFunction, charged
+
+T = TypeVar("T")
 
 CURRENT: ContextVar[Episode | None] = ContextVar("episode", default=None)
 """The episode whose task runs: how a reward, shared by all episodes, knows whom it works for."""
@@ -69,13 +73,14 @@ class Episode:
     def crossing(self, boundary: Boundary) -> Iterator[None]:
         """Note that the episode is inside; after a cancellation the note stays, for the report of the deadline."""
         before, self.inside = self.inside, boundary
-        cancelled = False
+        begun, cancelled = time.monotonic(), False
         try:
             yield
         except asyncio.CancelledError:
             cancelled = True
             raise
         finally:
+            TRACE.add(boundary, begun, lease=self.lease.lease_id, attempt=self.lease.attempt, index=self.index)
             if not cancelled:
                 self.inside = before
 
@@ -141,6 +146,15 @@ class PolicyEngine:
             raise EngineError("bad_response", f"finish {response.finish!r}: expected stop or length")
 
 
+class ChargedThreads(Threads):
+    """Threads of environments, which tell the episode that they work for, so that a deadline inside is charged to the environment."""
+
+    async def run(self, call: Callable[[], T], seconds: float, name: str) -> T:
+        episode = CURRENT.get()
+        with nullcontext() if episode is None else episode.crossing("environment"):
+            return await super().run(call, seconds, name)
+
+
 class ChargedReward:
     """A reward that tells the episode it works for, so that a deadline inside it is charged to the reward."""
 
@@ -149,5 +163,5 @@ class ChargedReward:
 
     async def __call__(self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float | None:
         episode = CURRENT.get()
-        with nullcontext() if episode is None else episode.crossing("reward"):
-            return await self._reward(prompt, completions, prompt_ids, completion_ids, **data)
+        with nullcontext() if episode is None else episode.crossing("reward"), charged("reward", "reward"):
+            return await contained(self._reward, prompt, completions, prompt_ids, completion_ids, **data)

@@ -14,12 +14,13 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from astraflow.lib.aio import Tasks, one_line
+from astraflow.lib.aio import Tasks, asked_to_cancel, contain_tasks, contained, one_line
 from astraflow.lib.metrics import Counter, Mean
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.codec import encode
 from astraflow.protocol.rollout import Delivery, Group, Lease, LeaseVerdict, Pull, RolloutError, Trajectory
 from astraflow.raas.engines.base import EngineError
@@ -27,7 +28,7 @@ from astraflow.raas.episode import CURRENT, Episode
 from astraflow.raas.models import ServedModel
 from astraflow.raas.outbox import Outbox
 from astraflow.raas.programs import Program, Programs
-from astraflow.raas.records import Records, record_ref
+from astraflow.raas.records import Records, record_ref, spans
 from astraflow.raas.slots import Held, SlotBook
 from astraflow.raas.trajectory import failed, to_episode, version_spans
 from astraflow.workflows.api import Episode as Result
@@ -98,6 +99,7 @@ class Executor:
         if verdict.verdict == "accepted":
             assert program is not None
             self._stop(lease.lease_id)  # an older attempt
+            TRACE.add("accept", time.monotonic(), lease=lease.lease_id, attempt=lease.attempt)
             name = f"lease {lease.lease_id}.{lease.attempt}"
             self._running[lease.lease_id] = self._tasks.spawn(name, self._supervised(self.slots.ticket(lease.lease_id), program))
         self.counts.add(f"raas/leases_{verdict.verdict}")
@@ -171,6 +173,8 @@ class Executor:
                 deliveries, waiting = self.outbox.pull(lane, call.max_items)
                 left = end - time.monotonic()
                 if deliveries or call.max_items < 1 or left <= 0 or self._ending:
+                    if deliveries:
+                        TRACE.add("delivered", time.monotonic(), leases=[delivery.lease_id for delivery in deliveries])
                     return deliveries, waiting
                 await self._next_news(left)
         finally:
@@ -251,6 +255,7 @@ class Executor:
         trajectories = [self._finished(lease, member) for member in members]
         metrics = self._group_metrics(members, time.monotonic() - started)
         self._deliver(held, trajectories, self._timelines(program, members), metrics)
+        TRACE.add("lease", started, lease=lease.lease_id, attempt=lease.attempt)
         await self._record(lease, program, members)
 
     def _episode(self, held: Held, index: int) -> Episode:
@@ -259,6 +264,7 @@ class Executor:
     async def _run_members(self, held: Held, program: Program, members: list[Member]) -> None:
         """All episodes at once; past the deadline, or when the lease is cancelled, the rest is cancelled."""
         lease = held.lease
+        contain_tasks(asyncio.get_running_loop(), CURRENT.get)  # a SystemExit in a task of the workflow's own would end the loop
         running: dict[asyncio.Task[None], Member] = {}
         for member in members:
             task = asyncio.get_running_loop().create_task(self._run_member(held, program, member), name=f"episode {lease.lease_id}")
@@ -285,21 +291,21 @@ class Executor:
                 raise error  # a bug of ours: everything that a workflow can raise is data by now
 
     async def _run_member(self, held: Held, program: Program, member: Member) -> None:
-        lease = held.lease
+        lease, begun = held.lease, time.monotonic()
         for run in range(self._engine_retries + 1):
             if run:
                 member.episode = self._episode(held, member.episode.index)
             CURRENT.set(member.episode)
             try:
-                engines = member.episode.engines(self._models, program.spec.policies)
-                returned = await program.workflow.arun_episode(engines, copy.deepcopy(lease.data))
-                result = to_episode(returned, program.spec.policies, member.episode.temperature)
+                result = await contained(self._play, lease, program, member)
             except EngineError as error:
                 if error.retryable and run < self._engine_retries:
                     self.counts.add("raas/episode_retries")
                     continue
                 outcome = failed(0, rollout_error(error))
-            except Exception as error:  # the workflow boundary: whatever a workflow raises becomes data with an address
+            except BaseException as error:  # the workflow boundary: whatever a workflow raises, also SystemExit, becomes data
+                if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and asked_to_cancel()):
+                    raise
                 outcome = failed(0, rollout_error(error))
                 if outcome.error is not None and outcome.error.kind == "exception":
                     self._log_failure(program.spec.workflow, error)
@@ -307,9 +313,15 @@ class Executor:
                 member.result, outcome = result, result.trajectory
             if member.trajectory is None:  # otherwise the deadline has spoken already
                 member.trajectory = outcome
+            TRACE.add("episode", begun, lease=lease.lease_id, attempt=lease.attempt, index=member.episode.index)
             return
 
-    def _log_failure(self, workflow: str, error: Exception) -> None:
+    async def _play(self, lease: Lease, program: Program, member: Member) -> Result:
+        engines = member.episode.engines(self._models, program.spec.policies)
+        returned = await program.workflow.arun_episode(engines, copy.deepcopy(lease.data))
+        return to_episode(returned, program.spec.policies, member.episode.temperature)
+
+    def _log_failure(self, workflow: str, error: BaseException) -> None:
         """The first traceback of its kind; every further one is counted, and its text is in the group."""
         kind = f"{workflow}: {type(error).__name__}"
         if kind not in self._logged and len(self._logged) < 100:
@@ -387,8 +399,12 @@ class Executor:
                 else {"boundary": trajectory.error.boundary, "kind": trajectory.error.kind, "message": trajectory.error.message},
                 "turns": member.result.record if member.result else [],
                 "calls": [self._call_text(call.policy, call.input_ids, call.response) for call in member.episode.calls],
+                "segments": [spans(segment, self._token_text) for segment in trajectory.segments],
             }
         self._records.save(records)
+
+    def _token_text(self, policy: str, ids: Sequence[int]) -> str:
+        return self._models[policy].tokenizer.decode(ids, skip_special=False)
 
     def _call_text(self, policy: str, input_ids: list[int], response: Any) -> dict[str, Any]:
         decode = self._models[policy].tokenizer.decode

@@ -46,8 +46,16 @@ class ServedModel:
     context_length: int
     """Tokens of prompt and answer together; 0 = not known."""
     gate: Gate = field(default_factory=Gate)
+    withheld: bool = False
+    """The engine may serve what the canary has not passed; `before` is the receipt meanwhile."""
+    before: Serving | None = None
+
+    @property
+    def loaded(self) -> Serving | None:
+        """The engine's own word: it changes only when the engine confirmed a load."""
+        return self.engine.report().serving
 
     @property
     def serving(self) -> Serving | None:
-        """The receipt, straight from the engine: it changes only when the engine confirmed a load."""
-        return self.engine.report().serving
+        """The receipt: what the engine confirmed and the canary passed."""
+        return self.before if self.withheld and self.loaded is not None else self.loaded

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from astraflow.environments.api import ENVIRONMENTS
+from astraflow.lib.aio import one_line
 from astraflow.lib.registry import closest, import_attr
 from astraflow.protocol.errors import UnknownName, UserError
 from astraflow.protocol.rollout import RegisterWorkflow, WorkflowSpec
 from astraflow.raas.config import GenerationConfig, RewardsConfig
-from astraflow.raas.episode import ChargedReward, training_refusal
+from astraflow.raas.episode import ChargedReward, ChargedThreads, training_refusal
 from astraflow.raas.models import ServedModel
 from astraflow.rewards.api import REWARDS, AsyncRewardWrapper
 from astraflow.workflows.api import WORKFLOWS, RolloutWorkflow, WorkflowContext
+from astraflow.workflows.config import AgentConfig
+from astraflow.workflows.runners import LEFT
+from astraflow.workflows.tools import CALLS
+from astraflow.workflows.visit import Door
 
 MAX_PROGRAMS = 256
 """One per (workflow, options) of an experiment: a handful. The bound is against a peer that registers without end."""
@@ -41,12 +49,18 @@ class Programs:
         *,
         local_workflows: Mapping[str, str] | None = None,
         local_rewards: Mapping[str, str] | None = None,
+        local_environments: Mapping[str, str] | None = None,
+        agents: Mapping[str, AgentConfig] | None = None,
+        door: Door | None = None,
         plugins: list[str] | None = None,
     ) -> None:
         self._models, self._generation, self._rewards_config = models, generation, rewards
         self._local_workflows, self._local_rewards = dict(local_workflows or {}), dict(local_rewards or {})
+        self._local_environments = dict(local_environments or {})
+        self._agents, self._door = dict(agents or {}), door
         self._plugins = list(plugins or [])
         self._programs: dict[str, Program] = {}
+        self._threads = ChargedThreads()
         self._rewards: dict[str, AsyncRewardWrapper] = {}
 
     def __len__(self) -> int:
@@ -87,12 +101,18 @@ class Programs:
             options=dict(spec.options),
             generation=settings,
             context_length=min((self._models[policy].context_length for policy in spec.policies), default=0),
+            environment=lambda name: _named(name, "environment", ENVIRONMENTS, self._local_environments),
+            threads=self._threads,
+            agents=self._agents,
+            door=self._door,
         )
         refusal = training_refusal(context.request([0]))  # also checks names and types of the settings
         try:
             workflow = factory(context)
-        except (TypeError, KeyError) as error:
-            raise UserError(f"workflow {spec.workflow!r}: options {spec.options!r} do not fit: {error}") from None
+        except UserError:
+            raise
+        except (TypeError, LookupError, ValueError, AttributeError, re.error) as error:
+            raise UserError(f"workflow {spec.workflow!r}: options {spec.options!r} do not fit: {one_line(error)}") from None
         self._programs[call.workflow_id] = Program(call.workflow_id, spec, workflow, refusal)
 
     def _check_policies(self, spec: WorkflowSpec) -> None:
@@ -115,8 +135,26 @@ class Programs:
         return self._rewards[name]
 
     def counts(self) -> dict[str, float]:
-        """`reward/<name>/<verdict>` for status."""
-        return {f"reward/{name}/{kind}": float(n) for name, reward in self._rewards.items() for kind, n in reward.counts.items()}
+        """For status: `reward/<name>/<verdict>`, `reward/<name>/error_rate` (of the last minute), `raas/hung_calls/environment`,
+        `raas/hung_calls/tool` and `raas/hung_calls/agent` (now)."""
+        now = time.monotonic()
+        hung = {"environment": self._threads.left, "tool": CALLS.left, "agent": LEFT.left}
+        out = {f"raas/hung_calls/{kind}": float(count) for kind, count in hung.items()}
+        for name, reward in self._rewards.items():
+            out |= {f"reward/{name}/{kind}": float(n) for kind, n in reward.counts.items()}
+            out[f"reward/{name}/error_rate"] = reward.recent.rate(now)
+        return out
+
+    def complaint(self, program: Program) -> str:
+        """Why this workflow's reward is not trusted now; empty = it is."""
+        name, limit = program.spec.reward, self._rewards_config.max_error_rate
+        rate = self._rewards[name].recent.rate(time.monotonic()) if name else 0.0
+        what = f"reward {name!r}: {rate:.0%} of its verdicts in the last minute are errors (rewards.max_error_rate {limit:g})"
+        return what if rate > limit else ""
+
+    def complaints(self) -> list[str]:
+        """Those of all workflows, each once."""
+        return list(dict.fromkeys(self.complaint(program) for program in self._programs.values()))
 
     async def close(self) -> None:
         """Kill and reap the reward workers."""

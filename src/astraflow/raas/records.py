@@ -7,10 +7,16 @@ import logging
 import re
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from astraflow.protocol.codec import array
 from astraflow.protocol.errors import UnknownName
+from astraflow.protocol.rollout import Segment
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +26,25 @@ SUFFIX = ".json"
 def record_ref(instance_id: str, lease_id: str, attempt: int, index: int) -> str:
     """File name of a trajectory's record, without its suffix. `~` stands between the parts."""
     return "~".join(re.sub(r"[^A-Za-z0-9._-]", "_", str(part)) for part in (instance_id, lease_id, attempt, index))
+
+
+def spans(segment: Segment, decode: Callable[[str, Sequence[int]], str]) -> list[dict[str, Any]]:
+    """A segment's tokens as runs of one policy and version: `{policy, version, tokens: [text], logprobs: [nats]}`, and what no policy
+    sampled in between as `{text}`. `decode(policy, ids)` is the text of ids."""
+    ids, mask = array(segment.input_ids), array(segment.loss_mask)
+    versions, logprobs = array(segment.versions), array(segment.logprobs)
+    owner = array(segment.policy_of_token) if segment.policy_of_token is not None else np.zeros(len(ids), np.uint8)
+    key = np.where(mask == 1, versions.astype(np.int64) * 256 + owner, -1)
+    edges = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(ids)]
+    out: list[dict[str, Any]] = []
+    for start, end in pairwise(edges):
+        policy, run = segment.policies[int(owner[start])], ids[start:end].tolist()
+        if key[start] < 0:
+            out.append({"text": decode(policy, run), "n": end - start})
+            continue
+        tokens, values = [decode(policy, [token]) for token in run], [round(float(value), 4) for value in logprobs[start:end]]
+        out.append({"policy": policy, "version": int(versions[start]), "tokens": tokens, "logprobs": values})
+    return out
 
 
 class Records:

@@ -20,20 +20,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from astraflow.lib.aio import Tasks, Waits, deadline, one_line, poll_until
+from astraflow.lib import prometheus
+from astraflow.lib.aio import Tasks, Waits, deadline, in_daemon_thread, one_line, poll_until
 from astraflow.lib.log import setup_logging
-from astraflow.lib.metrics import Metrics
+from astraflow.lib.metrics import Counter, Metrics
+from astraflow.lib.prometheus import Exposition
 from astraflow.lib.tokenizer import Tokenizer
+from astraflow.lib.trace import TRACE
 from astraflow.lib.wire import Server, new_identity
 from astraflow.lib.wire_client import Client
 from astraflow.protocol.control import Availability, RaaSStatus, RegisterRaaS, RegisterRaaSReply, State
 from astraflow.protocol.errors import AstraFlowError, ConfigError, DeadlinePassed, Unavailable, UnknownName, UserError
+from astraflow.protocol.metrics import RAAS
 from astraflow.protocol.rollout import EvalStart, Serving
 from astraflow.protocol.routes import RaaSAPI
+from astraflow.raas.canary import PROMPTS, Canary
 from astraflow.raas.config import RaaSProcess
 from astraflow.raas.engines import ENGINES
 from astraflow.raas.engines.base import Engine, EngineSetup
 from astraflow.raas.executor import Executor
+from astraflow.raas.gateway.door import PREFIX, Door
 from astraflow.raas.lanes import Lanes
 from astraflow.raas.models import ServedModel
 from astraflow.raas.outbox import Outbox
@@ -43,7 +49,7 @@ from astraflow.raas.registration import MISTAKES, Registrar
 from astraflow.raas.server import Handlers
 from astraflow.raas.slots import SlotBook
 from astraflow.raas.staging import StagingDir, staging_path
-from astraflow.raas.sync import LaneGate, ModelSync, in_daemon_thread
+from astraflow.raas.sync import LaneGate, ModelSync
 from astraflow.weights.config import ModelConfig
 from astraflow.weights.receiver import WeightReceiver
 
@@ -67,18 +73,23 @@ class RaaSManager:
         """Loads tokenizers; nothing runs yet. `staging` is this process's own directory. Raises ConfigError."""
         self.process, config = process, process.raas
         run_dir = Path(process.run_dir)
-        self.identity = new_identity(process.run_id, process.token)
+        self.identity = new_identity(process.run_id, process.token, process.tls)
         self.tasks, self.waits, self.lanes = Tasks(self._task_failed), Waits(), Lanes()
         self.records = Records(run_dir / "rollouts" / process.instance_id, config.records.keep)
         self.staging = staging
         self.models: dict[str, ServedModel] = {}
         self.syncs: dict[str, ModelSync] = {}
+        self._counts = Counter()
+        door = Door(lambda: process.advertise_url or self.server.url, self._counts)
         self.programs = Programs(
             self.models,
             config.generation,
             config.rewards,
             local_workflows=config.workflows,
             local_rewards=config.reward_functions,
+            local_environments=config.environments,
+            agents=config.agents,
+            door=door,
             plugins=process.plugins,
         )
         self.executor = Executor(
@@ -98,7 +109,18 @@ class RaaSManager:
         self._receivers: dict[str, WeightReceiver] = {}
         for model_id, model in process.models.items():
             self._add_model(model_id, model)
-        self.server = Server(process.instance_id, RaaSAPI, Handlers(self).table(), self.identity, host=process.host, port=process.port)
+        only = {"model": next(iter(self.models))} if len(self.models) == 1 else {}
+        shown = Exposition(RAAS, {"process": process.instance_id}, only)
+        self.server = Server(
+            process.instance_id,
+            RaaSAPI,
+            Handlers(self).table(),
+            self.identity,
+            host=process.host,
+            port=process.port,
+            extra_routes=[prometheus.route(lambda: shown.text(self.numbers())), *door.routes],
+            open_paths=[PREFIX],
+        )
         self.metrics = Metrics(run_dir, process.instance_id)
         self._registrar: Registrar | None = None
         self._client: Client | None = None
@@ -107,6 +129,7 @@ class RaaSManager:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._drain_s = config.drain_s
         self._logged = (time.monotonic(), 0.0)
+        self._adapted = time.monotonic()
 
     def _add_model(self, model_id: str, model: ModelConfig) -> None:
         config = self.process.raas
@@ -117,35 +140,38 @@ class RaaSManager:
         assert tokenizer.hash  # and the templates' are computed here and now: /status shows them, and must not be slow the first time
         assert tokenizer.template_hash
         context = min(tokenizer.context_length, model.context_length or tokenizer.context_length)
-        engine = config.engine
+        engine = config.engine_of(model_id)
         setup = EngineSetup(
             model_id=model_id,
             model_dir=directory,
-            max_slots=config.slots,
+            max_slots=config.slots + len(PROMPTS),
             context_length=context,
             eos_ids=list(tokenizer.eos_ids),
             config=engine,
             dtype=engine.dtype or model.dtype,
             architecture=model.options,
             tokenizer=tokenizer,
-            staged=lambda: self.syncs[model_id].staged,
+            staged=lambda: self.syncs[model_id].reload(),
             on_death=lambda reason: self._fatal(f"engine of {model_id}: {reason}", EXIT_FAILED),
             log_path=Path(self.process.run_dir) / "logs" / f"{self.process.instance_id}.engine-{model_id}.log",
             seed=self.process.seed,
         )
-        self.models[model_id] = ServedModel(model_id, _engine_factory(engine.kind)(setup), tokenizer, context)
+        served = ServedModel(model_id, _engine_factory(engine.kind)(setup), tokenizer, context)
+        counts, self.models[model_id] = self.executor.counts, served
+        canary = Canary(served.engine, directory, tokenizer.vocab_size, context, setup.dtype, config.canary, counts)
         receiver = WeightReceiver(model_id, self.process.instance_id, self.staging, self.process.weights, self.identity)
         self._receivers[model_id] = receiver
         self.syncs[model_id] = ModelSync(
-            self.models[model_id],
+            served,
             receiver,
             lanes=LaneGate(self._lanes_idle, lambda: self.lanes.time_left_s(time.monotonic())),
             rollback=self.executor.rollback,
             tasks=self.tasks,
             waits=self.waits,
-            counts=self.executor.counts,
+            counts=counts,
             pull_s=config.pull_s,
             load_s=engine.load_s,
+            canary=canary,
         )
 
     # --- life -----------------------------------------------------------------------------------------------------------
@@ -190,6 +216,7 @@ class RaaSManager:
             weight=self.process.raas.weight,
             tokenizer_hash={name: model.tokenizer.hash for name, model in self.models.items()},
             template_hash={name: model.tokenizer.template_hash for name, model in self.models.items()},
+            region=self.process.region,
         )
 
     def _registered(self, reply: RegisterRaaSReply) -> None:
@@ -243,7 +270,8 @@ class RaaSManager:
         await self.tasks.stop(CLOSE_S)
         # A pull that waits for a silent sender ends only with its call; the process does not wait for that (it is a daemon thread).
         receivers = [
-            deadline(in_daemon_thread(receiver.close), RECEIVER_CLOSE_S, f"weights of {name}") for name, receiver in self._receivers.items()
+            deadline(in_daemon_thread(receiver.close, "weights close"), RECEIVER_CLOSE_S, f"weights of {name}")
+            for name, receiver in self._receivers.items()
         ]
         results = await asyncio.gather(
             *receivers, *(model.engine.close() for model in self.models.values()), self.programs.close(), return_exceptions=True
@@ -280,10 +308,10 @@ class RaaSManager:
             return self._message
         for policy in program.spec.policies:
             if self.models[policy].serving is None:
-                return f"{policy} serves no weights yet"
+                return f"{policy} serves no weights: {self.syncs[policy].message or 'none have come yet'}"
             if self.syncs[policy].rolling_back:
                 return f"{policy} rolls back to a new timeline"
-        return ""
+        return self.programs.complaint(program)
 
     def availability(self) -> Availability:
         slots = self.executor.slots
@@ -298,6 +326,7 @@ class RaaSManager:
         if state == "idle" and self.executor.slots.in_flight:
             state = "ready"
         messages = [self._message, self._registrar.message if self._registrar else "", *(sync.message for sync in self.syncs.values())]
+        messages += self.programs.complaints()
         return RaaSStatus(
             instance_id=self.process.instance_id,
             state=state,
@@ -314,8 +343,12 @@ class RaaSManager:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Counts since the start, and the engines' own numbers (with the model's name when there are several)."""
-        out = {**self.executor.counts.values(), **self.programs.counts()}
+        """Counts since the start, and the engines' own numbers (with the model's name when there are several); `protocol/metrics.py`."""
+        slots = self.executor.slots
+        counts = {**self.executor.counts.values(), **self._counts.values()}
+        out = {**counts, **self.programs.counts(), "raas/slots": float(slots.total_slots)}
+        out |= {"raas/free_slots": float(slots.free_slots), "raas/in_flight": float(slots.in_flight)}
+        out["raas/outbox_groups"] = float(len(self.executor.outbox))
         for name, model in self.models.items():
             tail = f"/{name}" if len(self.models) > 1 else ""
             own = {f"raas/engine/{key}": value for key, value in model.engine.report().metrics.items()}
@@ -346,6 +379,11 @@ class RaaSManager:
             now = time.monotonic()
             for lane, reason in self.lanes.due(self.serving(), now):
                 self.close_lane(lane, reason)
+            if now - self._adapted >= self.process.raas.engine.ping_s:  # the engines' numbers are as old as their last ping
+                self._adapted = now
+                reports = [model.engine.report() for model in self.models.values()]
+                kv_use = max(report.metrics.get("kv_use", 0.0) for report in reports)
+                self.executor.slots.adapt(sum(report.status.queued for report in reports), kv_use)
             if now - self._logged[0] >= METRICS_S:
                 self._log_metrics(now)
 
@@ -374,6 +412,8 @@ def _engine_factory(kind: str) -> Callable[[EngineSetup], Engine]:
 def run(process: RaaSProcess) -> int:
     """Run one instance until SIGTERM, Ctrl-C or /shutdown. Exit code: 0 = drained, 1 = failed, 2 = the user's mistake."""
     setup_logging(process.instance_id, level=process.log_level)  # to stderr, which the supervisor sends to logs/<name>.log
+    if process.trace:
+        TRACE.open(process.run_dir, process.instance_id)
     try:
         for plugin in process.plugins:
             _import_plugin(plugin)

@@ -2,6 +2,8 @@
 
 A slot is one running episode. A lease takes n_samples slots at once and gives each back when that episode ends; its group
 takes one place of the outbox from its acceptance until Dataflow acknowledged it, so the outbox can never overflow.
+How many slots there are follows what the engines can hold (`adapt`): work that waits inside an engine would be older when its turn
+comes, and could have run elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from typing import Literal
 
 from astraflow.protocol.rollout import HeldLease, Lease, LeaseVerdict
 
+KV_FULL, KV_ROOMY = 0.9, 0.8
+"""Shares of an engine's key-value memory: above the first no more work, below the second it may be a little more."""
+GROWTH = 8
+"""The limit grows by 1/8 at a time, and falls at once: too much work costs more than a moment of too little."""
 REMEMBERED = 8192
 """Acknowledged leases whose id is kept so that a late copy of their submit does not run again; far above what is in flight."""
 
@@ -31,11 +37,32 @@ class SlotBook:
     """Leases in, verdicts out."""
 
     def __init__(self, total_slots: int, outbox_groups: int, remembered: int = REMEMBERED) -> None:
-        self.total_slots = total_slots
+        self.most_slots = total_slots
+        """`raas.slots`: the limit never exceeds it."""
         self.outbox_groups = outbox_groups
+        self._limit = total_slots
+        self._largest = 1
+        """Samples of the largest lease that was offered: one group always fits into an idle instance."""
+        self._waited = 0
         self._held: dict[str, Held] = {}
         self._finished: OrderedDict[str, int] = OrderedDict()
         self._remembered = remembered
+
+    @property
+    def total_slots(self) -> int:
+        """Episodes that may run at once, by the engines' last word."""
+        return max(self._limit, self._largest)
+
+    def adapt(self, queued: int, kv_use: float) -> None:
+        """A look at the engines: requests that wait inside them, and the used share of the fullest one's key-value memory.
+
+        What waits at one look only has just arrived. The limit grows only while it is what holds work back.
+        """
+        waits, self._waited = min(queued, self._waited), queued
+        if waits or kv_use > KV_FULL:
+            self._limit = max(1, min(self._limit, self.in_flight) - waits)
+        elif not queued and kv_use < KV_ROOMY and self.total_slots - self.in_flight < self._largest:
+            self._limit = min(self.most_slots, self.total_slots + max(1, self._limit // GROWTH))
 
     @property
     def in_flight(self) -> int:
@@ -59,8 +86,9 @@ class SlotBook:
             return _verdict(lease, "duplicate", "" if lease.attempt == known else f"attempt {known} is known")
         if refusal:
             return _verdict(lease, "refused", refusal)
-        if not 1 <= lease.n_samples <= self.total_slots:
-            return _verdict(lease, "refused", f"n_samples {lease.n_samples}: must be 1 … {self.total_slots} (raas.slots)")
+        if not 1 <= lease.n_samples <= self.most_slots:
+            return _verdict(lease, "refused", f"n_samples {lease.n_samples}: must be 1 … {self.most_slots} (raas.slots)")
+        self._largest = max(self._largest, lease.n_samples)
         freed = held.running if held else 0
         if lease.n_samples > self.total_slots - self.in_flight + freed:
             return _verdict(lease, "over_capacity", f"{lease.n_samples} samples, {self.free_slots} free slots")

@@ -34,11 +34,20 @@ def staging_path(run_dir: str, instance_id: str, parent: str = "", models: Itera
     """
     if parent:
         return Path(parent) / f"{PREFIX}{instance_id}"
-    key = xxhash.xxh3_64_hexdigest(f"{Path(run_dir).resolve()}\0{instance_id}".encode())
     needed = COPIES * sum(file.stat().st_size for model in models for file in Path(model).glob("*.safetensors"))
     if SHM.is_dir() and shutil.disk_usage(SHM).total >= needed:  # not what is free now: a restart must find the same directory
-        return SHM / f"{PREFIX}{key}"
+        return _in_memory(run_dir, instance_id)
     return Path(run_dir) / "staging" / f"{PREFIX}{instance_id}"
+
+
+def sweep(run_dir: str | Path, instance_id: str) -> None:
+    """Remove what an instance of this run left in shared memory, if it was killed."""
+    _sweep(_in_memory(run_dir, instance_id))
+
+
+def _in_memory(run_dir: str | Path, instance_id: str) -> Path:
+    key = xxhash.xxh3_64_hexdigest(f"{Path(run_dir).resolve()}\0{instance_id}".encode())
+    return SHM / f"{PREFIX}{key}"
 
 
 class StagingDir:

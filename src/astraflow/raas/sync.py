@@ -1,9 +1,11 @@
 """Weight updates of one model: notices in, pulls and loads out. One at a time, the newest notice first.
 
-    notice ─▶ judge ─▶ wanted (newest only) ─▶ [lanes closed] ─▶ pull in a thread ─▶ [lanes closed] ─▶ pause · load · resume
+    notice ─▶ judge ─▶ wanted (newest only) ─▶ [lanes closed] ─▶ pull in a thread ─▶ [lanes closed] ─▶ pause · load · resume ─▶ canary
 
 A failure leaves the old version served and its number unmoved; it is shown in `/status` and tried again with the next notice.
-The receipt (`serving`) is the engine's own word, so it changes only after the engine confirmed a load.
+The receipt (`serving`) moves when the engine confirmed a load and the canary passed it: until then what is sampled under the new
+weights waits at Dataflow for its receipt. When the canary fails there is no receipt, so that the instance gets no work, what runs is
+cancelled, and every further notice (Dataflow repeats a failed one) loads again.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol
 
-from astraflow.lib.aio import Tasks, Waits, deadline, one_line
+from astraflow.lib.aio import Tasks, Waits, deadline, in_daemon_thread, one_line
 from astraflow.lib.metrics import Counter
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.errors import AstraFlowError, BadMessage, Conflict
 from astraflow.protocol.rollout import Serving
 from astraflow.protocol.weights import NotifyRaaS
-from astraflow.raas.engines.base import Weights
+from astraflow.raas.canary import Canary
+from astraflow.raas.engines.base import EngineError, Weights
 from astraflow.raas.lanes import same_weights
 from astraflow.raas.models import ServedModel
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_WAIT_S = 600.0
 
@@ -49,6 +51,8 @@ class Receiver(Protocol):
         stop: threading.Event,
         keep: Path | None = None,
     ) -> Any: ...
+
+    def intact(self, path: Path, digest: str) -> bool: ...
 
     def abandon(self, stop: threading.Event) -> None: ...
 
@@ -88,14 +92,17 @@ class ModelSync:
         counts: Counter,
         pull_s: float,
         load_s: float,
+        canary: Canary | None = None,
     ) -> None:
-        """rollback(model_id, timeline) forgets what older timelines produced."""
+        """rollback(model_id, timeline) forgets what is running, and what older timelines produced."""
         self.model, self.message = model, ""
         self.last: dict[str, float] = {}
         """Numbers of the last load, for status."""
         self._receiver, self._lanes, self._rollback = receiver, lanes, rollback
         self._tasks, self._waits, self._counts = tasks, waits, counts
-        self._pull_s, self._load_s = pull_s, load_s
+        self._pull_s, self._load_s, self._canary = pull_s, load_s, canary
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._lock = asyncio.Lock()
         self._wanted: NotifyRaaS | None = None
         self._working_on: NotifyRaaS | None = None
@@ -113,12 +120,22 @@ class ModelSync:
     @property
     def staged(self) -> Weights | None:
         """What a restarted engine loads: what it served, else the newest staged one. A load that ended after its deadline counts."""
-        serving = self.model.serving
-        if self._staged is not None and self._staged.serving == serving:
+        if self._staged is not None and self._staged.serving == self.model.loaded:
             return self._staged
         if self._loaded is not None and Path(self._loaded.path).exists():
             return self._loaded
         return self._staged
+
+    def reload(self) -> Weights | None:
+        """`staged`, unless its bytes are no longer those that were verified: then nothing, and the receipt goes, so that the next notice
+        pulls it anew. Reads the whole file: called in a thread."""
+        weights = self.staged
+        if weights is None or self._receiver.intact(Path(weights.path), weights.digest):
+            return weights
+        self.message = f"version {weights.version}: its staged file changed on disk and was not loaded again"
+        self._counts.add("weights/damaged_files")
+        log.error("model %s: %s", self.model.model_id, self.message)
+        return None
 
     @property
     def rolling_back(self) -> bool:
@@ -138,14 +155,14 @@ class ModelSync:
 
     @property
     def loading(self) -> bool:
-        """A load closes the gate now."""
-        return self.model.gate.closed
+        """Weights are being loaded or checked."""
+        return not self._settled.is_set()
 
     async def load_ended(self, wait_s: float) -> None:
-        """Wait, at most so long, until no load closes the gate."""
+        """Wait, at most so long, while weights are being loaded or checked."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self.model.gate.passed()
+                await self._settled.wait()
 
     async def notice(self, notice: NotifyRaaS) -> Outcome:
         """Take a notice and wait at most its `wait_s` for the load. Raises BadMessage for what names no weights."""
@@ -255,17 +272,39 @@ class ModelSync:
         self.message = f"pulling version {notice.version}"
         with self._waits.waiting(f"raas:{self.model.model_id}", notice.sender_endpoint, self.message, self._pull_s):
             pull = partial(self._receiver.pull, full=rollback, deadline_s=self._pull_s, stop=self._stop, keep=keep)
-            staged = await in_daemon_thread(lambda: pull(notice.sender_endpoint, notice.version, notice.digest))
+            with TRACE.span("transfer", model=self.model.model_id, version=notice.version):
+                staged = await in_daemon_thread(lambda: pull(notice.sender_endpoint, notice.version, notice.digest), "weight pull")
         await self._lanes_idle(notice)
         if notice.timeline < self._timeline:
             return  # its timeline died meanwhile; the successor's notice is waiting
         weights = Weights(path=str(Path(staged.path)), timeline=notice.timeline, version=staged.version, digest=staged.digest)
         self._staged = weights
-        self.message = f"loading version {notice.version}"
-        seconds = await self._load(weights)
+        self._settled.clear()
+        try:
+            await self._replace(weights, staged)
+        finally:
+            self._settled.set()
+
+    async def _replace(self, weights: Weights, staged: Any) -> None:
+        """Load, check, and only then move the receipt."""
+        model, canary = self.model, self._canary
+        self.message = f"loading version {weights.version}"
+        if canary is not None:
+            model.before, model.withheld = model.serving, True
+        with TRACE.span("load", model=model.model_id, version=weights.version):
+            seconds = await self._load(weights)
         self._loaded = weights
-        self.message = ""
         self._note(staged, seconds)
+        if canary is not None:
+            self.message = f"checking version {weights.version}"
+            verdict = await canary.check(weights)
+            self.last |= verdict.metrics
+            if verdict.complaint:
+                model.before = None
+                self._rollback(model.model_id, self._timeline)
+                raise EngineError("canary", verdict.complaint)
+            model.withheld = False
+        self.message = canary.note if canary is not None else ""
 
     async def _load(self, weights: Weights) -> float:
         """Pause, load, resume: one block that always resumes."""
@@ -303,33 +342,6 @@ class ModelSync:
             seconds,
             f"; {staged.fallback}" if staged.fallback else "",
         )
-
-
-async def in_daemon_thread(call: Callable[[], T]) -> T:
-    """Like `asyncio.to_thread`, but the end of the process does not wait for the thread: a pull may sit out its whole deadline."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(cast(T, result))
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        result: T | None = None
-        failure: Exception | None = None
-        try:
-            result = call()
-        except Exception as error:  # handed to the one who awaits
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="weight pull", daemon=True).start()
-    return await done
 
 
 def _named(notice: NotifyRaaS) -> Serving:

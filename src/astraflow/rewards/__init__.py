@@ -7,6 +7,9 @@ from astraflow.lib.registry import Registry
 REWARDS = Registry(
     "rewards",
     {
+        "f1": "astraflow.rewards.text:f1",
+        "human_eval": "astraflow.rewards.code:human_eval",
+        "livecodebench": "astraflow.rewards.code:livecodebench",
         "math_verify": "astraflow.rewards.math_verify:math_verify",
         "exact_match": "astraflow.rewards.text:exact_match",
         "last_number": "astraflow.rewards.text:last_number",

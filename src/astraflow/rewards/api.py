@@ -14,19 +14,24 @@ one worker restart and not the pool (case G04).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
 import os
-import struct
+import signal
 import sys
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from astraflow.protocol.errors import AstraFlowError, ConfigError
+from astraflow.lib.frames import FrameReader, pack
+from astraflow.lib.proc import descendants
+from astraflow.protocol.codec import fault_of
+from astraflow.protocol.errors import AstraFlowError, BadMessage, ConfigError
 from astraflow.protocol.rollout import Boundary
 from astraflow.rewards import REWARDS
 
@@ -37,11 +42,11 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A longer frame is a broken pipe, not a sample: contexts are at most some 100k tokens."""
+END_DEADLINE_S = 10.0
 START_DEADLINE_S = 180.0
 """Importing sympy took up to 18 s on a loaded machine; reasoning-gym 62 s."""
-STDERR_BYTES = 4096
+RECENT, RECENT_S, FEWEST = 200, 60.0, 20
+"""Newest verdicts that the error rate is taken over, how old they may be, and how many it needs."""
 
 
 class RewardError(AstraFlowError):
@@ -84,8 +89,10 @@ def checked(value: Any) -> float | None:
     if value is None:
         return None
     try:
+        if isinstance(value, str | bytes):  # `float` would read a number out of them
+            raise TypeError
         score = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RewardError("exception", f"reward returned {type(value).__name__}, expected a number or None") from None
     if not math.isfinite(score):
         raise RewardError("exception", f"reward returned {score}")
@@ -100,6 +107,8 @@ class Sample(msgspec.Struct, array_like=True):
     prompt_ids: list[int]
     completion_ids: list[int]
     data: dict[str, Any]
+    number: int = 0
+    """Of this worker's samples."""
 
 
 class Verdict(msgspec.Struct, array_like=True):
@@ -108,12 +117,23 @@ class Verdict(msgspec.Struct, array_like=True):
     score: float | None = None
     error: str = ""
     ready: bool = False
+    number: int = 0
+    """The sample's."""
 
 
-def frame(message: Sample | Verdict) -> bytes:
-    """Four bytes of length, then msgpack."""
-    body = msgspec.msgpack.encode(message)
-    return struct.pack(">I", len(body)) + body
+class RecentErrors:
+    """Share of errors among the newest verdicts. Pure."""
+
+    def __init__(self) -> None:
+        self._verdicts: deque[tuple[float, bool]] = deque(maxlen=RECENT)
+
+    def add(self, now: float, error: bool) -> None:
+        self._verdicts.append((now, error))
+
+    def rate(self, now: float) -> float:
+        """0 … 1; 0 while there are too few verdicts of the last minute to tell. So a gate that goes by it opens again by itself."""
+        recent = [error for when, error in self._verdicts if now - when <= RECENT_S]
+        return sum(recent) / len(recent) if len(recent) >= FEWEST else 0.0
 
 
 class _Worker:
@@ -122,6 +142,8 @@ class _Worker:
     def __init__(self, reward: str, plugins: tuple[str, ...]) -> None:
         self._argv = [sys.executable, "-m", "astraflow.rewards.worker", reward, *plugins]
         self._process: asyncio.subprocess.Process | None = None
+        self._verdicts: FrameReader[Verdict] = FrameReader(Verdict, "reward worker")
+        self._samples = 0
 
     @property
     def pid(self) -> int | None:
@@ -130,6 +152,7 @@ class _Worker:
     async def start(self) -> None:
         """Spawn and wait until the reward is imported. Raises RewardError(crash)."""
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._verdicts = FrameReader(Verdict, "reward worker")  # nothing of an earlier process
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
@@ -145,36 +168,48 @@ class _Worker:
             raise RewardError("crash", f"reward worker did not start: {verdict.error}")
 
     async def score(self, sample: Sample, deadline_s: float) -> Verdict:
-        """Raises TimeoutError past the deadline, RewardError(crash) when the process dies."""
+        """Raises TimeoutError past the deadline, RewardError(crash) when the process dies, BadMessage for data that cannot be sent."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(frame(sample))
-        return await asyncio.wait_for(self._read(), deadline_s)
+        sample.number = self._samples + 1
+        frame = pack(sample)
+        self._samples += 1
+        self._process.stdin.write(frame)
+        verdict = await asyncio.wait_for(self._read(), deadline_s)
+        if verdict.number != sample.number:
+            raise RewardError("crash", f"reward worker answered sample {verdict.number} instead of {sample.number}")
+        return verdict
 
     async def _read(self) -> Verdict:
         assert self._process is not None
         assert self._process.stdout is not None
         try:
-            (size,) = struct.unpack(">I", await self._process.stdout.readexactly(4))
-            if size > MAX_FRAME_BYTES:
-                raise RewardError("crash", f"reward worker sent a frame of {size} bytes")
-            return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=Verdict)
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            return await self._verdicts.read(self._process.stdout)
+        except (asyncio.IncompleteReadError, ConnectionError, BadMessage):
             raise RewardError("crash", "reward worker died") from None
 
     async def kill(self) -> None:
-        """SIGKILL and reap: a call into C cannot be interrupted by anything softer."""
+        """SIGKILL to its whole group and to all that a reward has started elsewhere, and reap: a call into C cannot be interrupted by
+        anything softer."""
         process, self._process = self._process, None
         if process is None:
             return
+        elsewhere: list[int] = []
         if process.returncode is None:
+            elsewhere = descendants(process.pid)
             try:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 logger.debug("reward worker %s was gone already", process.pid)
-        await process.wait()
+            for pid in elsewhere:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if process.stdin is not None:
             process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), END_DEADLINE_S)
+        except TimeoutError:  # something that could not be killed holds its pipes
+            logger.warning("reward worker %d did not end within %g s of SIGKILL", process.pid, END_DEADLINE_S)
 
 
 class AsyncRewardWrapper:
@@ -189,6 +224,7 @@ class AsyncRewardWrapper:
         self.name = reward_name
         self.deadline_s = deadline_s
         self.counts: Counter[str] = Counter()
+        self.recent = RecentErrors()
         function = load_reward(reward_name)
         self._function = function if not getattr(function, "blocking", True) or inspect.iscoroutinefunction(function) else None
         self._workers = [] if self._function else [_Worker(reward_name, tuple(plugins)) for _ in range(workers)]
@@ -218,8 +254,10 @@ class AsyncRewardWrapper:
             score = await self._score(Sample(prompt, completions, prompt_ids, completion_ids, data))
         except RewardError as error:
             self.counts[error.kind] += 1
+            self.recent.add(time.monotonic(), True)
             logger.warning("reward %s: %s", self.name, error)
             raise
+        self.recent.add(time.monotonic(), False)
         self.counts["unscored" if score is None else "scored"] += 1
         return score
 
@@ -229,10 +267,15 @@ class AsyncRewardWrapper:
         worker = await self._free.get()
         healthy = False
         try:
+            if self._closed:
+                raise RewardError("crash", f"reward {self.name!r} is closed")
             if worker.pid is None:
                 await worker.start()
             verdict = await worker.score(sample, self.deadline_s)
             healthy = True
+        except BadMessage as error:  # raised before a byte was sent: the worker is as good as before
+            healthy = True
+            raise RewardError("exception", f"{error} ({fault_of(sample.data) or 'prompt or completion'})") from None
         except TimeoutError:
             raise RewardError("timeout", f"reward {self.name!r} took longer than {self.deadline_s:g} s") from None
         finally:  # a cancelled caller leaves an unread reply behind: such a worker is replaced as well

@@ -10,81 +10,84 @@ import re
 from fractions import Fraction
 from typing import Any
 
-FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi"
-_BARE = re.compile(rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])")
-_PLAIN = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt", "°": "", "∪": r"\cup ",
-    "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "≤": r"\le ", "≥": r"\ge ", "±": r"\pm ",
-}  # fmt: skip
-_DROP = re.compile(r"\\(?:left|right|displaystyle|limits|big|Big|bigl|bigr)(?![A-Za-z])|(?<!\\)\\[,;:! ]|\\(?:quad|qquad)|~|\\\$|\$")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree")
-_FONT = re.compile(r"\\(?:mathrm|mathbf|mathit|operatorname|textbf|textit|mathsf|bm)\s*\{([^{}]*)\}")
-_TEXT = re.compile(r"\\(?:text|mbox|textrm|textnormal|hbox)\s*\{([^{}]*)\}")
-_UNIT = re.compile(
-    r"(?<=[\d})])\s*\\text\{[^{}]*\}(?:\^\{?\d\}?)?$"
-    r"|(?<=\d)(?:\s+|(?<=\d)(?=[A-Za-z]{2}))[A-Za-z][A-Za-z./ ]*(?:\^\{?\d\}?)?$"
-)
+from astraflow.rewards import math_limits, math_text, math_units
+from astraflow.rewards.math_text import tidy
+
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _DECIMAL = re.compile(rf"[-+]?(?:{_INTEGER}(?:\.\d*)?|\.\d+)")
 _RATIO = re.compile(rf"([-+]?)({_INTEGER})/({_INTEGER})")
 _FRAC = re.compile(rf"([-+]?)\\frac\{{([-+]?{_INTEGER})\}}\{{({_INTEGER})\}}")
 _MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\frac\{(\d+)\}\{(\d+)\})")
 _BASE = re.compile(r"([0-9][0-9A-Za-z]*)_\{?(\d+)\}?")
-_MATRIX = re.compile(r"\\begin\{[pbvBV]?matrix\}(.*?)\\end\{[pbvBV]?matrix\}", re.DOTALL)
-_RELATIONS = {r"\leq": "<=", r"\le": "<=", r"\geq": ">=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", "<": "<", ">": ">"}
-_RELATION = re.compile(r"\\leq?(?![A-Za-z])|\\geq?(?![A-Za-z])|\\[lg]t(?![A-Za-z])|<|>")
+_MATRIX = re.compile(r"\\begin\{[pbB]?matrix\}(.*?)\\end\{[pbB]?matrix\}", re.DOTALL)
+"""`vmatrix` is a determinant, a number, and the parser's."""
+_RELATIONS = {
+    r"\leq": "<=", r"\le": "<=", r"\geq": ">=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", "<": "<", ">": ">", r"\ne": "!=", r"\neq": "!=",
+}  # fmt: skip
+_RELATION = re.compile(r"\\leq?(?![A-Za-z])|\\geq?(?![A-Za-z])|\\[lg]t(?![A-Za-z])|\\neq?(?![A-Za-z])|<|>")
+_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})")
+_GOLD_SCIENTIFIC = re.compile(r"([-+]?\d+\.\d+)[eE]([-+]?\d{1,3})|([-+]?\d+)(?:[eE](\d{1,3})|E([-+]\d{1,3}))")
+"""`2e-1` is twice Euler's number less one."""
+_MEMBER = re.compile(r"=|\\in(?![A-Za-z])")
+_REALS = r"(-\infty,\infty)"
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_QUOTED_NUMBER = re.compile(rf"^{math_units.SET}\s*\{{\s*(-?\d[^{{}}]*)\}}$")
+_LETTER = re.compile(r"\\text\{\s*\(?([A-Za-z])\)?\s*\}")
 _REFUSED = re.compile(r"\d\s+\d|'|\\prime|[0-9)}]_|\\text|[?!]{2}|[^\x20-\x7e]")
 """What the library's grammar takes for something else: `3 4` is 7 to it, `x'` is x, `52_8` is 52."""
 POINTS = (
-    ("0.7310585786", "1.4142135624"),
-    ("-1.2345678901", "2.7071067812"),
-    ("2.2360679775", "-0.5772156649"),
-    ("3.1622776602", "0.3010299957"),
-)
-"""Value of the first symbol, and the step to each further one."""
+    "0.7310585786", "-1.2345678901", "2.2360679775", "-0.0314159265", "17.9671234567", "-8.6602540378", "0.0027182818",
+    "-137.0359990837", "4.9876543211", "-3.1622776602", "1511.6180339887", "-0.5772156649", "64.4142135624",
+    "-1207.2718281828", "0.9961234567", "-19.0909090909", "10007.2718281828", "-1000033.2236067977", "54321.0123456789",
+    "-10009.1414213562", "1000003.1732050808",
+)  # fmt: skip
+"""Values of the first symbol: of both signs, from thousandths to a million, some just below a whole number. The next symbol has those
+`STRIDE` further on, which must have no factor in common with their number."""
+STRIDE = 5
+NEAR = 16
+"""How many of them a formula meets that has exponents on exponents: `e^{e^x}` at a million is not to be computed."""
+FAR = 20
+"""A value beyond this is no fraction: an exact power of it may have more digits than there is memory."""
 DIGITS = 60
-
-
-def unwrap(text: str) -> str:
-    """A gold answer without dollar signs, `\\( \\)` or a box around it."""
-    text = text.strip()
-    for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}")):
-        if text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end):
-            text = text[len(start) : -len(end)].strip()
-    return text
-
-
-def with_functions(text: str) -> str:
-    """`sqrt(2) pi` → `\\sqrt(2) \\pi`."""
-    return _BARE.sub(lambda match: "\\" + match[1], text)
-
-
-def tidy(text: str) -> str:
-    """One way of writing for what LaTeX can write in many."""
-    text = re.sub(r",\s*\\!\s*", ",", unwrap(text))
-    for plain, latex in _PLAIN.items():
-        text = text.replace(plain, latex)
-    text = _FONT.sub(r"\1", _DEGREES.sub("", text))
-    text = _TEXT.sub(lambda match: rf"\text{{{match[1]}}}", _DROP.sub(lambda match: " " if match[0] in (r"\ ", "~") else "", text))
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text.replace(r"\%", "%").replace("**", "^").replace("*", r"\cdot "))
-    text = with_functions(text)
-    text = re.sub(r"\\frac\s*(\d|[A-Za-z])\s*(?=[\d{A-Za-z\\])", r"\\frac{\1}", text)
-    text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d|[A-Za-z])", r"\1{\2}", text)
-    text = re.sub(r"\\sqrt\s*(\d|[A-Za-z])", r"\\sqrt{\1}", re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text))
-    text = re.sub(r"\\log_\s*(\w)", r"\\log_{\1}", text)
-    text = re.sub(r"\}\s+\{", "}{", re.sub(r"\\frac\s+\{", r"\\frac{", text))
-    text = _UNIT.sub("", re.sub(r"\s+", " ", text).strip().rstrip(".,;:").strip())
-    return text.strip()
+TINY = 40
+"""Of two values below 10^-TINY nothing is known: cancellation leaves such remnants."""
+MAX_CHARS = 1000
+NOTHING = r"\text{no answer at all}"
 
 
 def readable(gold: str) -> bool:
     """Can this gold answer be compared with anything but itself?"""
-    return same(gold, "\\text{no answer at all}") is not None
+    return same(gold, NOTHING) is not None
 
 
 def same(gold: str, answer: str) -> bool | None:
     """Equal? None when `gold` cannot be read and the two differ in more than spaces."""
-    return _same(tidy(gold), tidy(answer), 0)
+    answer = re.sub(r"\s+", " ", answer)
+    if len(answer) > max(MAX_CHARS, 4 * len(gold)):
+        return False if readable(gold) else None
+    gold, answer = math_text.bare(gold), math_text.bare(answer)
+    if tidy(gold) == tidy(answer) != "":
+        return True
+    if (hour := math_text.clock(gold)) is not None:
+        return _same_hour(hour, math_text.clock(answer))
+    if (letter := math_text.choice(gold)) is not None and letter == math_text.choice(answer, loose=True):
+        return True
+    (left, unit), (right, other) = (math_units.split(_QUOTED_NUMBER.sub(r"\1", text)) for text in (gold, answer))
+    if unit and not other and (name := math_units.is_letter_of(right, unit)):
+        right, other = right[: name.start()], unit
+    if other and not unit and (name := math_units.is_letter_of(left, other)):
+        left, unit = left[: name.start()], other
+    left, right = tidy(left), tidy(right)
+    if math_limits.excessive(right, left):
+        return False if _same(left, NOTHING, 0) is not None else None
+    found = _same(left, right, 0)
+    return False if found and math_units.differ(unit, other) else found
+
+
+def _same_hour(gold: tuple[int, int, str], answer: tuple[int, int, str] | None) -> bool:
+    """One of the two may leave out whether it is before noon or after."""
+    return answer is not None and gold[:2] == answer[:2] and (gold[2] == answer[2] or "" in (gold[2], answer[2]))
 
 
 def _same(gold: str, answer: str, depth: int) -> bool | None:
@@ -101,18 +104,38 @@ def _same(gold: str, answer: str, depth: int) -> bool | None:
     if based:
         other_based = _BASE.fullmatch(answer)
         return other_based is not None and other_based.groups() == based.groups()
-    gold, answer = _sides(gold, answer)
+    gold, answer = (_REALS if side == r"\mathbb{R}" else side for side in _sides(gold, answer))
+    if gold == r"\emptyset":
+        return answer == gold
+    if (power := _GOLD_SCIENTIFIC.fullmatch(gold)) is not None:
+        gold = _plain_number(power)
+        answer = _plain_number(power) if (power := _SCIENTIFIC.fullmatch(answer)) else answer
+    letter = _LETTER.fullmatch(answer)
+    if letter and re.fullmatch("[A-Za-z]", gold):
+        return letter[1] == gold
     left, right = number(gold), number(answer)
+    if left is not None and right is None:
+        right = _loose_number(answer)
     if left is not None and right is not None:
         return _same_number(left, right)
+    gold, answer = _intervals(gold, answer)
+    if _compact(gold) == _compact(answer):
+        return True
     for read, compare in ((_matrix, _rows), (_union, _unordered), (_bracketed, _sequence), (_listed, _unordered)):
         parts = read(gold)
         if parts is not None:
-            other = read(answer)
+            other = read(answer) or (_column(parts, answer) if read in (_matrix, _bracketed) else None)
             return False if other is None else compare(parts, other, depth + 1)
-    if _RELATION.search(gold) or "=" in gold:
+    if _RELATION.search(gold) or "=" in _outside(gold):
         return _same_relation(gold, answer)
     return _same_expression(gold, answer)
+
+
+def _outside(text: str) -> str:
+    """Without what stands in braces: the `=` of `\\sum_{k=1}` is no equation."""
+    while (shorter := re.sub(r"\{[^{}]*\}", "", text)) != text:
+        text = shorter
+    return text
 
 
 def _compact(text: str) -> str:
@@ -121,11 +144,11 @@ def _compact(text: str) -> str:
 
 def _words(text: str, loose: bool = False) -> str | None:
     """The letters of an answer in words (`\\text{(C)}`, `ellipse`), lower case; None for a formula. `loose`: a lone symbol is one too."""
-    inner = _TEXT.sub(r"\1", text)
+    inner = math_text.TEXT.sub(r"\1", text)
     letters = re.sub(r"[^A-Za-z]+", "", inner).lower()
     if not letters or re.search(r"[\\^_=+*/<>\d{}]", inner):
         return None
-    quoted = inner != text
+    quoted = inner != text or letters in ("yes", "no")
     return letters if loose or quoted or re.search(r"[A-Za-z]{4,}", inner) or re.fullmatch(r"\([A-Za-z]\)", inner) else None
 
 
@@ -135,9 +158,9 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
     left, right = named.fullmatch(gold), named.fullmatch(answer)
     if left and right and gold[0] == answer[0]:
         return _value(left), _value(right)
-    if left and "=" not in answer and r"\in" not in answer:
+    if left and not _MEMBER.search(answer):
         return _value(left), answer
-    if right and "=" not in gold and r"\in" not in gold:
+    if right and not _MEMBER.search(gold):
         return gold, _value(right)
     return gold, answer
 
@@ -158,12 +181,66 @@ def number(text: str) -> tuple[Fraction, bool] | None:
         if match:
             sign, top, bottom = match.groups()
             return Fraction(int(top.replace(",", "")), int(bottom.replace(",", ""))) * (-1 if sign == "-" else 1), percent
+        if repeating := _REPEATING.fullmatch(_compact(text)):
+            return _repeating(*repeating.groups()), percent
         mixed = _MIXED.fullmatch(text)
         if mixed:
             top, bottom = mixed[3] or mixed[5], mixed[4] or mixed[6]
             return (int(mixed[2]) + Fraction(int(top), int(bottom))) * (-1 if mixed[1] == "-" else 1), percent
     except (ZeroDivisionError, ValueError):
         return None
+    return None
+
+
+def _repeating(sign: str, whole: str, fixed: str, period: str) -> Fraction:
+    value = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed)) + Fraction(f"{whole or 0}.{fixed or 0}")
+    return -value if sign == "-" else value
+
+
+def _plain_number(scientific: re.Match[str]) -> str:
+    value, power = (group for group in scientific.groups() if group is not None)
+    return str(Fraction(value) * Fraction(10) ** int(power))
+
+
+def _loose_number(text: str) -> tuple[Fraction, bool] | None:
+    """Beside a gold that is a number, `1.2e3` is one too (not 1.2 times Euler's number), and so is `10 000`."""
+    if scientific := _SCIENTIFIC.fullmatch(text):
+        return Fraction(scientific[1]) * Fraction(10) ** int(scientific[2]), False
+    return (Fraction(text.replace(" ", "")), False) if _SPACED.fullmatch(text) else None
+
+
+def _intervals(gold: str, answer: str) -> tuple[str, str]:
+    """`1 < x \\le 2` and `x \\le 3` as intervals: where gold is one (a pair of two round brackets may be a point, unless an end is
+    infinite), or is such a chain itself. Two single inequalities are left to be compared as they are."""
+    chain = _ray(gold)
+    other = _ray(answer)
+    if chain is not None and (_is_chain(gold) or _bracketed(answer) is not None):
+        return chain[0], other[0] if other is not None and other[1] == chain[1] else answer
+    if chain is None and other is not None and _bracketed(gold) is not None and (r"\infty" in gold or "[" in gold or "]" in gold):
+        return gold, other[0]
+    return gold, answer
+
+
+def _is_chain(text: str) -> bool:
+    return len(_RELATION.findall(text)) == 2
+
+
+def _ray(text: str) -> tuple[str, str] | None:
+    """The interval that one or two inequalities say, and the symbol that they say it of; None for any other text."""
+    signs = [_RELATIONS[sign] for sign in _RELATION.findall(text)]
+    parts = [part.strip() for part in _RELATION.split(text)]
+    if "=" in text or not all(parts) or len({sign[0] for sign in signs}) != 1 or signs[0][0] == "!":
+        return None
+    if signs[0][0] == ">":
+        signs, parts = [sign.replace(">", "<") for sign in reversed(signs)], parts[::-1]
+    closed = [sign == "<=" for sign in signs]
+    letters = [re.fullmatch(r"[A-Za-z]|\\theta", part) is not None for part in parts]
+    if len(parts) == 3 and letters == [False, True, False]:
+        return f"{'[' if closed[0] else '('}{parts[0]},{parts[2]}{']' if closed[1] else ')'}", parts[1]
+    if len(parts) == 2 and letters == [True, False]:
+        return f"(-\\infty,{parts[1]}{']' if closed[0] else ')'}", parts[0]
+    if len(parts) == 2 and letters == [False, True]:
+        return f"{'[' if closed[0] else '('}{parts[0]},\\infty)", parts[1]
     return None
 
 
@@ -191,6 +268,14 @@ def _matrix(text: str) -> list[str] | None:
     match = _MATRIX.fullmatch(text)
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])] if match else None
     return [row for row in rows if row] if rows else None
+
+
+def _column(gold: list[str], answer: str) -> list[str] | None:
+    """A column of numbers beside `(1, 2)`, and `(1, 2)` beside a column, in the form of the gold's parts."""
+    pair, rows = _bracketed(answer), _matrix(answer)
+    if gold[0] + gold[-1] == "()":
+        return ["(", *rows, ")"] if rows is not None and not any("&" in row for row in rows) else None
+    return pair[1:-1] if pair is not None and pair[0] + pair[-1] == "()" and not any("&" in row for row in gold) else None
 
 
 def _rows(gold: list[str], answer: list[str], depth: int) -> bool | None:
@@ -224,7 +309,7 @@ def _sequence(gold: list[str], answer: list[str], depth: int) -> bool | None:
 def _listed(text: str) -> list[str] | None:
     """The members of `{1, 2}`, `1, 2`, `1 and 2`, `1 \\pm 2`; their order does not matter."""
     braces = re.fullmatch(r"\\\{(.*)\\\}", text, re.DOTALL)
-    inner = re.sub(r"\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b", ",", braces[1] if braces else text)
+    inner = re.sub(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ",", braces[1] if braces else text)
     parts = _split(inner)
     if parts is None or not all(parts):
         return None
@@ -256,7 +341,7 @@ def _same_relation(gold: str, answer: str) -> bool | None:
     import sympy  # type: ignore[import-untyped,unused-ignore]
 
     ratio = sympy.cancel(left[1] / right[1]) if right[1] != 0 else sympy.Integer(0)
-    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (left[0] == "=" or ratio.is_positive))
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (left[0] in ("=", "!=") or ratio.is_positive))
 
 
 def _relation(text: str) -> tuple[str, Any] | None:
@@ -279,8 +364,26 @@ def _same_expression(gold: str, answer: str) -> bool | None:
     right = expression(answer)
     if right is None:
         return False
-    constant = not left.free_symbols and not right.free_symbols
-    return _same_constant(left, right) if constant else _same_function(left, right)
+    from sympy.core.function import AppliedUndef  # type: ignore[import-untyped,unused-ignore]
+
+    if left.has(AppliedUndef) or right.has(AppliedUndef):  # `I(0)`: nobody said what I is, so there is no value to compare
+        return True if left == right else None if left.has(AppliedUndef) else False
+    compare = _same_function if left.free_symbols or right.free_symbols else _same_constant
+    try:
+        return compare(left, right)
+    except Exception:  # the boundary to a third-party library: what sum, integral or power it cannot compute raises anything
+        return None if gold == answer or not _computes(left) else False
+
+
+def _computes(gold: Any) -> bool:
+    """Whether a gold value comes out beside a plain one, so that a failure was the answer's."""
+    import sympy  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        (_same_function if gold.free_symbols else _same_constant)(gold, sympy.Integer(1))
+    except Exception:  # as above: then nobody is paid and nobody is charged
+        return False
+    return True
 
 
 def expression(text: str) -> Any:
@@ -321,17 +424,38 @@ def _close(left: Any, right: Any) -> bool:
 
 
 def _same_function(left: Any, right: Any) -> bool:
-    """Equal at fixed odd points, to 50 digits: two different formulas of answer size do not agree there by chance."""
+    """Equal at fixed odd points, to 50 digits, and undefined at the same ones: two different formulas of answer size do not agree by
+    chance. Symbols are real; a formula that is equal for positive ones only is another one."""
     import sympy  # type: ignore[import-untyped,unused-ignore]
 
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    points = POINTS if not (_stacked(left) or _stacked(right)) else POINTS[:NEAR]
     agreed = 0
-    for real, step in POINTS:
-        at = {symbol: sympy.Rational(real) + index * sympy.Rational(step) for index, symbol in enumerate(symbols)}
+    for first in range(len(points)):
+        at = {symbol: _point(points[(first + index * STRIDE) % len(points)]) for index, symbol in enumerate(symbols)}
         values = [side.xreplace(at).evalf(DIGITS) for side in (left, right)]
-        if not all(value.is_number and value.is_finite for value in values):
-            continue  # outside the domain of one of them
+        defined = [bool(value.is_number and value.is_finite) for value in values]
+        if defined[0] != defined[1]:
+            return False  # two formulas of different domains
+        if not defined[0] or max(abs(value) for value in values) < sympy.Rational(1, 10**TINY):
+            continue
         if not _close(*values):
             return False
         agreed += 1
     return agreed >= 2
+
+
+def _stacked(formula: Any) -> bool:
+    """Whether an exponent or a factorial of symbols stands in another one."""
+    import sympy  # type: ignore[import-untyped,unused-ignore]
+
+    kinds = (sympy.Pow, sympy.exp, sympy.factorial, sympy.gamma)
+    growing = [(found.as_base_exp()[1] if found.is_Pow else found.args[0]) for found in formula.atoms(*kinds)]
+    return any(inner.as_base_exp()[1].free_symbols or not inner.is_Pow for part in growing for inner in part.atoms(*kinds))
+
+
+def _point(text: str) -> Any:
+    import sympy  # type: ignore[import-untyped,unused-ignore]
+
+    value = sympy.Rational(text)
+    return sympy.Float(text, 2 * DIGITS) if abs(value) > FAR else value

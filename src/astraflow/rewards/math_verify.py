@@ -11,12 +11,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from astraflow.rewards import math_compare
+from astraflow.rewards import math_compare, math_text
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\b")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed(?![A-Za-z])")
+BOXED_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[A-Za-z])(?![\w{\\^/(+*.,-]*[\w{\\])")
 STATED = re.compile(r"(?i:answer)(?:\s*\*\*)?\s*(?:(?:is|are|equals)\b|:|=)\s*:?\s*(?:\*\*)?")
-MATH = re.compile(r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>.+?)\\\]|\\\((?P<c>.+?)\\\)|\$(?=\S)(?P<d>[^$]*?\S)\$(?!\d)", re.DOTALL)
-"""The single-dollar rule is pandoc's, so that `$5 and $7` is two prices."""
+MATH = re.compile(
+    r"\$\$(?P<a>.{1,1000}?)\$\$|\\\[(?P<b>.{1,1000}?)\\\]|\\\((?P<c>.{1,1000}?)\\\)"
+    r"|\$(?=\S)(?P<d>[^$]*?\S)\$(?!\d)",
+    re.DOTALL,
+)
+"""The single-dollar rule is pandoc's, so that `$5 and $7` is two prices. A bound, because each of
+thousands of openings without an end would read on to the end of the text."""
 _NUMBER = r"(?:(?<![\w.)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?"
 NUMBERS = re.compile(rf"{_NUMBER}(?:\s+\d+\s*/\s*\d+|\s*/\s*\d+)?\s?%?")
 """With what belongs to a number: a fraction, the fraction of a mixed number, a per cent sign."""
@@ -32,7 +38,7 @@ def math_verify(
     The answer is what stands in the last \\boxed{} (an unclosed one is a cut-off answer: 0), else after `####`, after "answer is",
     in the last formula, the whole of a short expression, or the last number; thoughts up to </think> never count.
     """
-    gold = math_compare.unwrap("" if answer is None else str(answer))
+    gold = math_text.unwrap("" if answer is None else str(answer))
     if not gold:
         return None
     found = final_answer(completions)
@@ -59,14 +65,17 @@ def final_answer(text: str) -> str | None:
     if formulas:
         return formulas[-1].strip()
     plain = text.strip()
-    if "\n" not in plain and len(plain) <= PLAIN_CHARS and not WORD.search(math_compare.with_functions(plain)):
+    if "\n" not in plain and len(plain) <= PLAIN_CHARS and not WORD.search(math_text.with_functions(plain)):
         return plain.rstrip(".")
     numbers = [match.group() for match in NUMBERS.finditer(text)]
     return numbers[-1].strip() if numbers else None
 
 
 def _box(text: str, start: int) -> str | None:
-    """The braces' content; None when they are not closed or hold nothing."""
+    """The braces' content, or the number or letter that follows without them; None when they are not closed or hold nothing."""
+    if not text[start:].lstrip().startswith("{"):
+        token = BOXED_TOKEN.match(text, start)
+        return token[1] if token else None
     start = text.find("{", start)
     depth = 0
     for position in range(start, len(text) if start >= 0 else 0):

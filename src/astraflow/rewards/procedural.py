@@ -8,6 +8,8 @@ from typing import Any
 
 import xxhash
 
+from astraflow.rewards.text import answer_of
+
 
 def reasoning_gym(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], gym: dict[str, Any], **data: Any
@@ -21,14 +23,6 @@ def reasoning_gym(
     if xxhash.xxh3_64_hexdigest(entry["question"].encode()) != gym["question"]:
         raise ValueError(f"reasoning-gym {gym['name']!r}: entry {gym['index']} differs here from the loader's (another version?)")
     return float(source.score_answer(answer_of(completions), entry))
-
-
-def answer_of(text: str) -> str:
-    """The part of a completion that is its answer."""
-    text = text.rsplit("</think>", 1)[-1]
-    if "<answer>" in text:
-        text = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0]
-    return text.strip()
 
 
 @lru_cache(maxsize=8)

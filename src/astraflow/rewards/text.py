@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import string
+from collections import Counter
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -21,6 +23,42 @@ def exact_match(
     if not any(answers):
         return None
     return float(completions.strip() in answers)
+
+
+@inline
+def f1(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: Any = None, **data: Any) -> float | None:
+    """F1 of the words that answer and completion share, as SQuAD and HotpotQA count them; the best over a list of answers.
+
+    What stands between the last <answer> tags is scored; without tags, the whole text after </think>. Yes, no and "noanswer" share
+    nothing with other texts. None without an answer.
+    """
+    answers = [words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer]) if one is not None]
+    if not any(answers):
+        return None
+    found = words(answer_of(completions))
+    return max(_overlap(found, wanted) for wanted in answers)
+
+
+def words(text: str) -> list[str]:
+    """Lower case, without punctuation and English articles."""
+    plain = "".join(char for char in text.lower() if char not in string.punctuation)
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
+
+
+def _overlap(found: list[str], wanted: list[str]) -> float:
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    special = {"yes", "no", "noanswer"}
+    if not shared or (found != wanted and (special & {" ".join(found), " ".join(wanted)})):
+        return 0.0
+    return 2 * shared / (len(found) + len(wanted))
+
+
+def answer_of(text: str) -> str:
+    """The part of a completion that is its answer."""
+    text = text.rsplit("</think>", 1)[-1]
+    if "<answer>" in text:
+        text = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0]
+    return text.strip()
 
 
 @inline

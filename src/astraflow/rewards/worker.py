@@ -8,14 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import struct
 import sys
-from typing import BinaryIO
 
-import msgspec
-
-from astraflow.lib.proc import die_with_parent
-from astraflow.rewards.api import RewardError, RewardFunction, Sample, Verdict, checked, frame, load_reward
+from astraflow.lib.frames import FrameReader, pack
+from astraflow.lib.proc import adopt_orphans, die_with_parent
+from astraflow.rewards.api import RewardError, RewardFunction, Sample, Verdict, checked, load_reward
 
 MEMORY_BYTES = 4 * 1024**3
 """Address space: a power tower must fail here, not push the machine into swap."""
@@ -24,6 +21,7 @@ MAX_ERROR = 300
 
 def main(argv: list[str]) -> int:
     die_with_parent()
+    adopt_orphans()
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a reward that prints must not break the frames
@@ -37,20 +35,18 @@ def main(argv: list[str]) -> int:
         if warm_up is not None:
             warm_up()
     except Exception as error:  # task boundary: whatever the import raises is told to the parent
-        sink.write(frame(Verdict(error=_text(error))))
+        sink.write(pack(Verdict(error=_text(error))))
         return 1
-    sink.write(frame(Verdict(ready=True)))
-    while (sample := _read(source)) is not None:
-        sink.write(frame(_judge(function, sample)))
+    sink.write(pack(Verdict(ready=True)))
+    samples: FrameReader[Sample] = FrameReader(Sample, "reward sample")
+    home = os.getpid()
+    while (sample := samples.read_file(source)) is not None:
+        verdict = _judge(function, sample)
+        if os.getpid() != home:  # a reward forked, and this is the copy that came back from it: the frames are not its own
+            return 0
+        verdict.number = sample.number
+        sink.write(pack(verdict))
     return 0
-
-
-def _read(source: BinaryIO) -> Sample | None:
-    head = source.read(4)
-    if len(head) < 4:
-        return None
-    (size,) = struct.unpack(">I", head)
-    return msgspec.msgpack.decode(source.read(size), type=Sample)
 
 
 def _judge(function: RewardFunction, sample: Sample) -> Verdict:
@@ -65,7 +61,7 @@ def _judge(function: RewardFunction, sample: Sample) -> Verdict:
 
 
 def _text(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR].encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from astraflow.dataflow.logbook import Logbook
 from astraflow.protocol.errors import UserError
-from astraflow.tools.logbook import Logbook
 from astraflow.tools.replay import as_logged, read_log
 from astraflow.tools.report import Curve, Report, metric_rows
 from astraflow.tools.report_evidence import commit, machine, say

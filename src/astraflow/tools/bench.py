@@ -15,8 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from astraflow.lib.registry import Registry
+from astraflow.protocol.errors import UserError
 
-BENCHES = Registry("benchmarks", {"dataflow": "astraflow.tools.bench_dataflow:run"})
+BENCHES = Registry("benchmarks", {name: f"astraflow.tools.bench_{name}:run" for name in ("dataflow", "engine", "train", "weights")})
+TAKES = {"weights": ("old", "new"), "train": ("peer", "size")}
+"""Benchmarks that can be given something, and what."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,18 @@ class Outcome:
 
 
 Say = Callable[[str], None]
-Bench = Callable[[bool, Say], Outcome]
+Bench = Callable[..., Outcome]
 """(quick, say): `quick` = a few seconds, for a test; its numbers mean nothing. `say` takes a line of progress."""
 
 
-def run(name: str, json_file: Path | None, quick: bool, console: Console) -> Outcome:
-    """Measure, print a table, and write the JSON file. Raises UnknownName."""
+def run(name: str, json_file: Path | None, quick: bool, console: Console, **options: Path | str) -> Outcome:
+    """Measure, print a table, and write the JSON file. Raises UnknownName, or UserError for options that the benchmark does not take."""
     bench: Bench = BENCHES.get(name)
-    outcome = bench(quick, lambda line: console.print(f"[dim]{line}[/dim]", highlight=False, soft_wrap=True))
+    for option in options:
+        if option not in TAKES.get(name, ()):
+            fits = ", ".join(bench for bench, taken in TAKES.items() if option in taken)
+            raise UserError(f"bench {name} takes no --{option}; {fits} does")
+    outcome = bench(quick, lambda line: console.print(f"[dim]{line}[/dim]", highlight=False, soft_wrap=True), **options)
     console.print(table(name, outcome))
     if json_file is not None:
         document = {"bench": name, "machine": machine(), "results": outcome.results, "checked": outcome.checked, "quick": quick}

@@ -199,7 +199,7 @@ class World:
             self._ledger = SimLedger(directory, segment_bytes)
             return self._ledger
 
-        def listen(name: str, api: type, handlers: Mapping[str, Handler], identity: Identity, *, host: str, port: int) -> SimServer:
+        def listen(name: str, api: type, handlers: Mapping[str, Handler], identity: Identity, **options: object) -> SimServer:
             return SimServer(self.network, DATAFLOW_URL, handlers, identity)
 
         outside = Surroundings(

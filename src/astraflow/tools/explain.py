@@ -9,11 +9,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from astraflow.dataflow.logbook import Logbook, LoggedShare
 from astraflow.dataflow.reasons import describe
 from astraflow.lib.registry import closest
 from astraflow.protocol.control import LedgerCounts
 from astraflow.protocol.errors import ConfigError
-from astraflow.tools.logbook import Logbook, LoggedShare
 
 
 class Query(msgspec.Struct, kw_only=True):

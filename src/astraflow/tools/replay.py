@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from astraflow.dataflow.admission import statistics
+from astraflow.dataflow.logbook import Logbook, LoggedShare
 from astraflow.dataflow.policies import CURATORS, FILTERS, SHAPERS
 from astraflow.dataflow.policies.base import Filter, GroupStats, Shaper, build
 from astraflow.dataflow.policies.curation import Curation
 from astraflow.dataflow.source import FORCED_AFTER
 from astraflow.protocol.errors import ConfigError
-from astraflow.tools.logbook import Logbook, LoggedShare
 
 AS_LOGGED, TRAINED = "as logged", "trained"
 WIDTH = 200

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
+from astraflow.dataflow.logbook import Logbook
 from astraflow.dataflow.reasons import describe
 from astraflow.dataflow.stall import StallReport, sentence
 from astraflow.dataflow.stall_guard import REPORT as STALL
 from astraflow.protocol.control import DataflowStatus, EvalResult, LedgerCounts, RaaSStatus
 from astraflow.protocol.errors import ConfigError
-from astraflow.tools.logbook import Logbook
 from astraflow.tools.panel import SteadyConsole
 
 T = TypeVar("T")
@@ -123,8 +123,12 @@ def write(run_dir: Path, console: Console | None = None) -> Report:
     """Make report.json and report.png, print the table, and return the numbers. Raises ConfigError when there is no run."""
     report = build(run_dir)
     (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    show(report, console or SteadyConsole(soft_wrap=True))
-    draw(report, run_dir / "report.png")
+    console = console or SteadyConsole(soft_wrap=True)
+    show(report, console)
+    try:
+        draw(report, run_dir / "report.png")
+    except ModuleNotFoundError as error:
+        console.print(f"report.png is not drawn: {error.name} is not installed (pip install 'astraflow[train]')")
     return report
 
 
@@ -137,10 +141,10 @@ def build(run_dir: Path) -> Report:
     status = seen.status
     flows: dict[str, dict[str, float]] = {}
     ledger, staleness = (status.ledger, status.staleness) if status else (None, {})
-    unread = []
+    unread, made = [], dict[str, int]()
     try:
         if (found := books(run_dir)) is not None:
-            ledger, staleness, flows = found
+            ledger, staleness, flows, made = found
     except ConfigError as error:
         unread = [f"{error}; rollouts are told as they were last seen"]
     stall = _stall(run_dir)
@@ -158,7 +162,7 @@ def build(run_dir: Path) -> Report:
         failure=ended.failure,
         drained=ended.drained,
         wall_s=ended.wall_s,
-        steps=versions(status, rows),
+        steps=versions(status, rows, made),
         rollouts=rollouts,
         dropped=dropped,
         adds_up=rollouts["made"] == rollouts["trained"] + rollouts["dropped"] + rollouts["in_flight"],
@@ -189,12 +193,12 @@ def metric_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def books(run_dir: Path) -> tuple[LedgerCounts, dict[str, dict[int, int]], dict[str, dict[str, float]]] | None:
-    """Counts, staleness histograms and flows from the ledger's own tables; None when there is none."""
+def books(run_dir: Path) -> tuple[LedgerCounts, dict[str, dict[int, int]], dict[str, dict[str, float]], dict[str, int]] | None:
+    """Counts, staleness histograms, flows and versions from the ledger's own tables; None when there is none."""
     if not (run_dir / "ledger" / "ledger.sqlite").is_file():
         return None
     with Logbook(run_dir) as log:
-        return log.counts(), log.staleness(), log.flows()
+        return log.counts(), log.staleness(), log.flows(), log.versions()
 
 
 def _stall(run_dir: Path) -> StallReport | None:
@@ -280,9 +284,11 @@ def effective_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return live
 
 
-def versions(status: DataflowStatus | None, rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Newest version per policy; the last step may have come after the last look at Dataflow."""
+def versions(status: DataflowStatus | None, rows: Iterable[Mapping[str, Any]], made: Mapping[str, int]) -> dict[str, int]:
+    """Newest version per policy; the last step may have come after the last look at Dataflow. `made`: what the ledger knows of, also of
+    a trainer that writes no metrics here."""
     newest = {trainer.model_id: trainer.version for trainer in status.trainers} if status else {}
+    newest |= {policy: max(newest.get(policy, 0), version) for policy, version in made.items()}
     for policy, curve in curves(rows, STEP).items():
         newest[policy] = max(newest.get(policy, 0), curve.steps[-1])
     return newest
@@ -381,7 +387,7 @@ def size(count: float) -> str:
 
 
 def draw(report: Report, target: Path) -> None:
-    """report.png: reward, accuracy, staleness, and where the trainer's time went."""
+    """report.png: reward, accuracy, staleness, and where the trainer's time went. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -5,9 +5,11 @@ Each job is one `astraflow run` with fixed overrides; its numbers, the commit an
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,11 +21,14 @@ from typing import Any
 
 import msgspec
 
+from astraflow.lib.registry import Registry
 from astraflow.protocol.errors import UserError
 from astraflow.tools.report import Curve, Report
 
 JOB_DEADLINE_S = 1800.0
 SEEDS, SEEDS_MEAN = (0, 1, 2), 0.65
+K = 20
+"""Steps at each end of a curve that are compared: single steps are noisy."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,16 @@ def heldout(report: Report) -> Curve:
     return report.accuracy["heldout"]
 
 
+def gains(report: Report) -> dict[str, float]:
+    """Per policy: how many standard errors the mean reward of the last K steps lies above that of the first K."""
+    found = {}
+    for policy, curve in report.reward.items():
+        first, last = curve.values[:K], curve.values[-K:]
+        error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / K)
+        found[policy] = (statistics.mean(last) - statistics.mean(first)) / max(error, 1e-9)
+    return found
+
+
 def last_reward(report: Report) -> float:
     values = report.reward["default"].values[-5:]
     return sum(values) / len(values)
@@ -62,6 +77,10 @@ LEARNS: dict[str, Callable[[Report], bool]] = {
     "no sample over max_staleness": lambda report: max(report.staleness["default"], default=0) <= 2,
     "run <= 6 minutes": lambda report: report.wall_s <= 360,
 }
+RISES: dict[str, Callable[[Report], bool]] = {
+    **SOUND,
+    "every policy's reward over the last 20 steps is > 2 standard errors above the first 20's": lambda r: min(gains(r).values()) > 2,
+}
 JOBS: dict[str, Job] = {
     **{f"quickstart-seed{seed}": Job("recipes/quickstart.yaml", (f"experiment.seed={seed}",), LEARNS) for seed in SEEDS},
     "quickstart-shuffled": Job(
@@ -70,11 +89,21 @@ JOBS: dict[str, Job] = {
         {**SOUND, "held-out accuracy within +.15 of before": lambda report: heldout(report).values[-1] <= heldout(report).values[0] + 0.15},
     ),
     "gsm8k-3-steps": Job("recipes/gsm8k-smollm2.yaml", ("trainer.max_steps=3",), {**SOUND, "run < 6 minutes": lambda r: r.wall_s < 360}),
+    **{f"multi-turn-seed{seed}": Job("recipes/tiny-multi-turn.yaml", (f"experiment.seed={seed}",), RISES) for seed in SEEDS},
+    **{f"two-policies-seed{seed}": Job("recipes/tiny-two-policies.yaml", (f"experiment.seed={seed}",), RISES) for seed in SEEDS},
     "tiny-two-policies": Job("recipes/tiny-two-policies.yaml", (), {**SOUND, "run <= 4 minutes": lambda r: r.wall_s <= 240}),
 }
 
-ALGORITHMS = "data-algorithms"
-"""A job of many runs, and a table in a page: tools/algorithms_evidence.py."""
+STUDIES = Registry(
+    "evidence studies",
+    {
+        "data-algorithms": "astraflow.tools.algorithms_evidence:main",
+        "staleness": "astraflow.tools.staleness_evidence:main",
+        "soak": "astraflow.tools.soak_evidence:main",
+        "e2e": "astraflow.tools.peer_evidence:main",
+    },
+)
+"""Jobs of many runs: functions that measure, write their own file and return 0 when what they must show holds."""
 
 
 def measure(name: str, job: Job, out: Path) -> bool:
@@ -143,17 +172,16 @@ def say(text: str) -> None:
 
 def main(names: list[str]) -> int:
     """Exit status 0 when everything measured holds."""
-    known = [*JOBS, ALGORITHMS]
+    known = [*JOBS, *STUDIES.names()]
     for name in names:
         if name not in known:
             sys.stderr.write(f"evidence: {name!r} is no job; known: {', '.join(known)}\n")
             return 2
-    names = names or known
+    if not names:
+        names = [name for name in known if name != "e2e" or "TRL_PYTHON" in os.environ]
+        say(f"not measured, because TRL_PYTHON is not set: {', '.join(set(known) - set(names)) or 'nothing'}")
     shown = [measure(name, JOBS[name], Path("evidence")) for name in names if name in JOBS]
-    if ALGORITHMS in names:
-        from astraflow.tools import algorithms_evidence
-
-        shown.append(algorithms_evidence.main() == 0)
+    shown += [STUDIES.get(name)() == 0 for name in names if name not in JOBS]
     mean = mean_over_seeds(Path("evidence"))
     if mean is not None:
         shown.append(mean >= SEEDS_MEAN)

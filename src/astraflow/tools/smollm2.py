@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from astraflow.protocol.errors import DeadlinePassed, UserError
+from astraflow.protocol.errors import ConfigError, DeadlinePassed, UserError
+from astraflow.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -294,3 +296,18 @@ def tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[int(meta[f"tokenizer.ggml.{gguf}_token_id"])] for name, gguf in special.items()},
     }
+
+
+def local_models(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The models with every scheme replaced by the HF directory in the cache, fetched now if need be. Raises ConfigError."""
+    found = {}
+    for name, model in models.items():
+        local = {field: getattr(model, field) for field in ("path", "tokenizer_path")}
+        for field, path in local.items():
+            if path.startswith(SCHEME):
+                try:
+                    local[field] = str(ensure(path))
+                except UserError as error:
+                    raise ConfigError(f"models.{name}.{field}: {error}") from None
+        found[name] = msgspec.structs.replace(model, **local)
+    return found

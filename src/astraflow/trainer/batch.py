@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,13 +44,17 @@ class RaggedBatch:
     offsets: Array
     """int64 [R+1]; tokens of row r are [offsets[r], offsets[r+1])."""
     tokens: dict[str, Array]
-    """[N] each, as in `protocol.batch.Batch`."""
+    """[N, …] each, as in `protocol.batch.Batch`; its `extra` columns as `extra.<name>`."""
     rows: dict[str, Array]
     """[R] each."""
     row_of_token: Array
     """int64 [N]."""
     n_groups: int
     n_trajectories: int
+    media: tuple[tuple[str, ...], ...] = ()
+    """Per row, sha256 of its images in order; empty when there is none."""
+    images: tuple[Any, ...] = ()
+    """What `vision.Vision` has made of them."""
 
     @property
     def n_rows(self) -> int:
@@ -71,16 +75,14 @@ class RaggedBatch:
         keep[rows] = True
         token = keep[self.row_of_token]
         lengths = np.diff(self.offsets)[keep]
-        return RaggedBatch(
-            self.model_id,
-            self.timeline,
-            self.version,
-            np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            {name: values[token] for name, values in self.tokens.items()},
-            {name: values[keep] for name, values in self.rows.items()},
-            np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
-            len(np.unique(self.rows["group_index"][keep])),
-            self.n_trajectories,
+        return replace(
+            self,
+            offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            tokens={name: values[token] for name, values in self.tokens.items()},
+            rows={name: values[keep] for name, values in self.rows.items()},
+            row_of_token=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
+            n_groups=len(np.unique(self.rows["group_index"][keep])),
+            media=tuple(names for names, kept in zip(self.media, keep, strict=False) if kept),
         )
 
 
@@ -90,9 +92,10 @@ def ragged(batch: Batch) -> RaggedBatch:
     if len(offsets) < 1 or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
         raise BadMessage("batch.offsets: expected ascending offsets from 0")
     tokens = _columns(batch.tokens, TOKEN_COLUMNS, int(offsets[-1]), "tokens")
+    tokens |= {f"extra.{name}": values for name, values in _columns(batch.extra, (), int(offsets[-1]), "extra").items()}
     rows = _columns(batch.rows, ROW_COLUMNS, len(offsets) - 1, "rows")
-    if any(batch.media):
-        raise BadMessage("batch.media: rows with images need a vision backend; this trainer reads text only")
+    if batch.media and len(batch.media) != len(offsets) - 1:
+        raise BadMessage(f"batch.media: {len(batch.media)} entries, expected {len(offsets) - 1}")
     lengths = np.diff(offsets)
     result = RaggedBatch(
         batch.model_id,
@@ -104,6 +107,7 @@ def ragged(batch: Batch) -> RaggedBatch:
         np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
         len(batch.group_ids),
         len(batch.trajectory_ids),
+        tuple(tuple(names) for names in batch.media),
     )
     _check(result)
     return result
@@ -160,6 +164,6 @@ def pad(batch: RaggedBatch, pad_id: int, side: Literal["left", "right"] = "right
     fill = {"input_ids": pad_id, "versions": -1}
     columns = {}
     for name, values in batch.tokens.items():
-        columns[name] = np.full(shape, fill.get(name, 0), dtype=values.dtype)
+        columns[name] = np.full(shape + values.shape[1:], fill.get(name, 0), dtype=values.dtype)
         columns[name][batch.row_of_token, position] = values
     return PaddedBatch(columns.pop("input_ids"), attention, columns.pop("loss_mask"), columns)

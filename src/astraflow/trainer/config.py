@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from astraflow.lib.tls import PLAIN, Tls
 from astraflow.weights.config import ModelConfig, WeightsConfig
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -29,9 +30,10 @@ class PPOConfig(Section, kw_only=True):
     """How rewards become advantages and advantages a loss (numerics 8 to 15)."""
 
     advantage: str = "grpo"
-    """Name in the `advantages` family: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, reward, or `module:attr`."""
+    """Name in the `advantages` family: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae (needs the critic), distill (needs
+    teacher log-probs), reward, uniform, or `module:attr`."""
     loss: str = "ppo"
-    """Name in the `losses` family: ppo, m2po, gspo, cispo, sapo, or `module:attr`."""
+    """Name in the `losses` family: ppo, m2po, gspo, cispo, sapo, sft, or `module:attr`."""
     clip_low: NotNegative | None = None
     """Lower clip distance: ratios below 1 − clip_low carry no gradient for A < 0; None = the loss's own: 0.2, for gspo 3e-4."""
     clip_high: NotNegative | None = None
@@ -52,6 +54,10 @@ class PPOConfig(Section, kw_only=True):
     """SAPO's temperature for A > 0."""
     sapo_tau_negative: AboveZero = 1.05
     """SAPO's temperature for A ≤ 0."""
+    gamma: Share = 1.0
+    """γ of GAE."""
+    lam: Share = 0.95
+    """λ of GAE."""
     std_eps: NotNegative = 1e-4
     """Added to the unbiased group standard deviation."""
     denominator: Literal["token_mean", "sequence_mean", "constant"] | None = None
@@ -87,6 +93,11 @@ class PPOConfig(Section, kw_only=True):
     def is_corrected(self) -> bool:
         """Whether prox/behav enters as a detached weight (TIS or MIS)."""
         return self.tis_c is not None or self.mis_low is not None or self.mis_high is not None
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values enter the advantages."""
+        return self.advantage == "gae"
 
     @property
     def needs_reference(self) -> bool:
@@ -149,20 +160,32 @@ class PackingConfig(Section, kw_only=True):
     """How rows become forward passes."""
 
     max_nodes: Positive = 2048
-    """Tokens of one packed forward after prefix sharing; attention costs its square. One longer row is a pass of its own."""
+    """Tokens of one packed forward after prefix sharing; activations grow with it. One longer row is a pass of its own."""
     head_chunk_bytes: Positive = 64 * 1024 * 1024
     """fp32 logits that exist at once; more are recomputed in the backward pass."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the model."""
+    attention: Literal["tree", "sdpa", "eager"] = "tree"
+    """`tree` = only what a token can see is computed; the others are the model's own with a mask over all tokens of a pass."""
 
 
 class ReferenceConfig(Section, kw_only=True):
     """The policy that KL terms compare with."""
 
     kind: Literal["initial", "ema"] = "initial"
-    """`initial` = the model as loaded; `ema` = a moving average of the trained weights."""
+    """`initial` = the model as loaded (with LoRA: without its adapters, which costs no memory); `ema` = a moving average of the trained
+    weights."""
     ema_decay: Decay = 0.99
     """Share of the old reference kept per step."""
+
+
+class CriticConfig(Section, kw_only=True):
+    """The value model of `advantage: gae`: the policy's model as loaded, with a linear head."""
+
+    lr: NotNegative = 1e-5
+    """Learning rate of its AdamW, constant; betas and eps are those of `optimizer`."""
+    value_clip: AboveZero = 0.2
+    """How far a value may move per batch before the loss stops pulling."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this global norm; 0 = off."""
 
 
 class DeadlineConfig(Section, kw_only=True):
@@ -182,16 +205,38 @@ class DeadlineConfig(Section, kw_only=True):
     """How long an unreachable Dataflow is called once the trainer is told to end."""
     final_eval_s: AboveZero = 600.0
     """The evaluation after the last step."""
+    ranks_s: AboveZero = 600.0
+    """How long the ranks of one trainer wait for each other in a step: longer than the longest forward and backward pass."""
     stay_s: AboveZero = 604800.0
     """How long the sender of a trainer that is done stays for rollout services that join while other policies still train; it ends
     with the run. A week: longer than the others train."""
+
+
+class ParallelConfig(Section, kw_only=True):
+    """How the ranks of one trainer share the work. What of `ranks` is left over shards parameters and data (FSDP)."""
+
+    replicate: Positive = 1
+    """Groups of ranks that each hold a whole sharded copy (HSDP)."""
+    context: Positive = 1
+    """Ranks that share the tokens of one forward pass, each attending to all of them."""
+    tensor: Positive = 1
+    """Ranks that share every matrix, and the tokens in between (tensor and sequence parallel)."""
+
+    @property
+    def unit(self) -> int:
+        """Ranks that one shard of the data needs at least."""
+        return self.replicate * self.context * self.tensor
 
 
 class TrainEngineConfig(Section, kw_only=True):
     """Section `trainer` (or `trainer.<policy>`)."""
 
     backend: str = "local"
-    """Name in the `backends` family."""
+    """Name in the `backends` family: local (one process, CPU) or fsdp."""
+    ranks: Positive = 1
+    """Processes of this trainer; `local` has one. With GPUs: one each."""
+    parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
+    """What the ranks share."""
     train_batch_size: Positive = 64
     """Trajectories per batch."""
     max_steps: Positive = 100
@@ -219,10 +264,23 @@ class TrainEngineConfig(Section, kw_only=True):
     """Early end; None = only max_steps."""
     packing: PackingConfig = msgspec.field(default_factory=PackingConfig)
     """Token budget of a forward pass."""
+    media_dir: str = ""
+    """Where the images of batches lie under their sha256; empty = `media` in the run directory."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of layers and compute them again in the backward pass: less memory for a third more time."""
+    critic: CriticConfig = msgspec.field(default_factory=CriticConfig)
+    """Used with `advantage: gae`."""
     reference: ReferenceConfig = msgspec.field(default_factory=ReferenceConfig)
     """Used when a KL coefficient is set."""
     deadlines: DeadlineConfig = msgspec.field(default_factory=DeadlineConfig)
     """Named waits."""
+
+    def __post_init__(self) -> None:
+        if self.backend == "local" and self.ranks > 1:
+            raise ValueError(f"ranks is {self.ranks}, but backend local is one process; expected 1, or backend fsdp")
+        if self.ranks % self.parallel.unit:
+            shared = f"parallel.replicate · context · tensor = {self.parallel.unit}"
+            raise ValueError(f"ranks is {self.ranks}, expected a multiple of {shared}")
 
     @property
     def optimizer_steps(self) -> int:
@@ -237,8 +295,14 @@ class TrainerProcess(Section, kw_only=True):
     """Run that every message is stamped with."""
     run_dir: str
     """Directory of logs, metrics and checkpoints."""
+    trace: bool = False
+    """Write spans (lib/trace.py)."""
+    region: str = ""
+    """Told to Dataflow, for people."""
     token: str = ""
     """Cluster token; never written to config.yaml."""
+    tls: Tls = PLAIN
+    """What its services show and its clients trust."""
     seed: int = 0
     """Seeds torch, numpy and random."""
     host: str = "127.0.0.1"

@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+from astraflow.trainer.linear import product
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Logits that are worked on at once, so that the passes over them stay in a cache."""
+
 
 def token_logprobs(
     hidden: torch.Tensor,
@@ -42,23 +47,24 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_bytes: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
-        size = max(1, chunk_bytes // (4 * weight.shape[0]))
+        size = max(1, min(chunk_bytes, PIECE_BYTES) // (4 * weight.shape[0]))
         bounds = torch.searchsorted(token_head, torch.arange(0, count + size, size, device=hidden.device)).tolist()
         logp = hidden.new_empty(len(target), dtype=torch.float32)
         log_z = hidden.new_empty(count, dtype=torch.float32)
         entropy = hidden.new_empty(count, dtype=torch.float32)
+        keeps = any(ctx.needs_input_grad) and 4 * count * weight.shape[0] <= chunk_bytes
         kept: list[torch.Tensor] = []
         for block, low in enumerate(range(0, count, size)):
             high = min(low + size, count)
-            logits = _logits(hidden[low:high], weight, temperature[low:high])
-            log_z[low:high] = torch.logsumexp(logits, dim=-1)
+            log_p = _logits(hidden[low:high], weight, temperature[low:high])
+            log_z[low:high] = torch.logsumexp(log_p, dim=-1)
+            log_p -= log_z[low:high, None]
             first, last = bounds[block], bounds[block + 1]
-            head = token_head[first:last]
-            logp[first:last] = logits[head - low, target[first:last]] - log_z[head]
-            probs = torch.exp(logits - log_z[low:high, None])
-            entropy[low:high] = log_z[low:high] - torch.linalg.vecdot(probs, logits)
-            if count <= size:
-                kept.append(logits)
+            logp[first:last] = log_p[token_head[first:last] - low, target[first:last]]
+            probs = log_p.exp()
+            entropy[low:high] = -torch.linalg.vecdot(probs, log_p)
+            if keeps:
+                kept.append(probs)
         ctx.save_for_backward(hidden, weight, temperature, token_head, target, log_z, entropy, *kept)
         ctx.size, ctx.bounds = size, bounds
         return logp, entropy
@@ -67,27 +73,34 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_logp, grad_entropy = grads
         hidden, weight, temperature, token_head, target, log_z, entropy, *kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
         per_head = torch.zeros_like(log_z).index_add(0, token_head, grad_logp)
+        moves_entropy = bool(torch.any(grad_entropy))
         for block, low in enumerate(range(0, hidden.shape[0], ctx.size)):
             high = min(low + ctx.size, hidden.shape[0])
-            logits = kept[0] if kept else _logits(hidden[low:high], weight, temperature[low:high])
-            log_p = logits - log_z[low:high, None]
-            probs = log_p.exp()
             # d logp[y]/dz = onehot(y) − p;  dH/dz = −p·(log p + H)
-            grad = probs * -per_head[low:high, None]
-            if torch.any(grad_entropy):
-                grad -= probs * (log_p + entropy[low:high, None]) * grad_entropy[low:high, None]
+            if kept and not moves_entropy:
+                grad = kept[block] * -per_head[low:high, None]
+            else:
+                log_p = _logits(hidden[low:high], weight, temperature[low:high]).sub_(log_z[low:high, None])
+                factor = -per_head[low:high, None]
+                if moves_entropy:
+                    factor = factor - (log_p + entropy[low:high, None]) * grad_entropy[low:high, None]
+                grad = log_p.exp_() * factor
             first, last = ctx.bounds[block], ctx.bounds[block + 1]
             grad.index_put_((token_head[first:last] - low, target[first:last]), grad_logp[first:last], accumulate=True)
             grad /= temperature[low:high, None]
             grad = grad.to(hidden.dtype)
-            grad_hidden[low:high] = grad @ weight
-            part = grad.t() @ hidden[low:high]
-            grad_weight = part if grad_weight is None else grad_weight.add_(part)
+            if grad_hidden is not None:
+                grad_hidden[low:high] = product(grad, weight.t())
+            if needs_weight:
+                part = product(grad.t(), hidden[low:high].t())
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight.t()).float() / temperature[:, None]
+    """float32, in memory of their own."""
+    return product(hidden, weight).float().div_(temperature[:, None])

@@ -26,15 +26,14 @@ import numpy as np
 
 from astraflow.lib.metrics import Metrics
 from astraflow.lib.registry import closest
+from astraflow.lib.trace import TRACE
 from astraflow.protocol.batch import BatchReply
 from astraflow.protocol.control import EvalResult, NotifyVersion, Ready
 from astraflow.protocol.errors import DeadlinePassed, Retryable, UnknownName
-from astraflow.trainer.backends.base import Backend
 from astraflow.trainer.batch import TRUNCATED, RaggedBatch, ragged
-from astraflow.trainer.checkpoint import Checkpoints
 from astraflow.trainer.config import TrainerProcess
 from astraflow.trainer.link import DataflowLink
-from astraflow.weights.manager import WeightManager
+from astraflow.trainer.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -72,20 +71,18 @@ class AstraFlowPPOTrainer:
     def __init__(
         self,
         process: TrainerProcess,
-        backend: Backend,
-        weights: WeightManager,
+        team: Team,
         link: DataflowLink,
-        checkpoints: Checkpoints,
         metrics: Metrics,
         stop: threading.Event,
         hashes: tuple[str, str] = ("", ""),
     ):
         """`stop`: set by a signal; `hashes`: of tokenizer and chat template."""
         self.process, self.config = process, process.trainer
-        self.backend, self.weights, self.link = backend, weights, link
-        self.checkpoints, self.metrics, self.stop, self.hashes = checkpoints, metrics, stop, hashes
+        self.team, self.weights, self.checkpoints = team, team.weights, team.checkpoints
+        self.link, self.metrics, self.stop, self.hashes = link, metrics, stop, hashes
         self.progress = Progress()
-        self._announced_checkpoint = -1
+        self._announced_checkpoint = self._saved = -1
         self._evaluation = (-1, "")
         """Version and id of the newest evaluation that this trainer began; the id is empty when its reply was lost."""
 
@@ -112,7 +109,7 @@ class AstraFlowPPOTrainer:
         begin = time.monotonic()
         reply, batch = self.get_batch()
         got = time.monotonic()
-        values = self.train_step(batch)
+        values = self.train_step(reply, batch)
         trained = time.monotonic()
         self.offload(self.progress.version + 1)
         offloaded = time.monotonic()
@@ -128,6 +125,11 @@ class AstraFlowPPOTrainer:
             "perf/train_tokens_per_s": float(batch.offsets[-1]) / max(trained - got, 1e-9),
         }
         values |= {name: value for name, value in reply.metrics.items() if name not in values}
+        if TRACE.on:
+            where = {"model": self.process.model_id, "version": self.progress.version}
+            TRACE.add("step", begin, offloaded, **where)
+            for name, since, until in (("wait", begin, got), ("train", got, trained), ("offload", trained, offloaded)):
+                TRACE.add(name, since, until, **where)
         self.notify(values)
 
     # --- the verbs ------------------------------------------------------------------------------------------------------
@@ -138,27 +140,33 @@ class AstraFlowPPOTrainer:
         end = time.monotonic() + self.config.deadlines.batch_s
         while True:
             reply = self.link.batch(self.process.model_id, version)
+            if reply.save_checkpoint and version not in (self._saved, self.checkpoints.durable):
+                logger.info("version %d: an operator wants a checkpoint", version)
+                self.save(version)
             if reply.kind == "batch" and reply.batch is not None:
                 return reply, ragged(reply.batch)
             if reply.kind in ("end_of_data", "starved", "stalled"):
                 counts = ", ".join(f"{name} {count}" for name, count in sorted(reply.counts.items()))
                 raise Ended(reply.kind, f"{reply.reason or reply.kind}" + (f" ({counts})" if counts else ""))
+            if reply.save_checkpoint:  # nothing to train on, so that no notice of a next step would tell
+                self.team.durable()
+                self.announce(run_eval=False, metrics={})
             if self.stop.is_set():
                 raise Ended("drained", "told to end while it waited for a batch")
-            self.weights.check()
+            self.team.check()
             if time.monotonic() >= end:
                 waits = "; ".join(f"{wait.who} waits for {wait.waits_for}: {wait.why}" for wait in reply.waits) or reply.reason
                 raise DeadlinePassed(f"batch of version {version}: none within {self.config.deadlines.batch_s:g} s ({waits})")
 
-    def train_step(self, batch: RaggedBatch) -> dict[str, float]:
+    def train_step(self, reply: BatchReply, batch: RaggedBatch) -> dict[str, float]:
         """Forward, backward, update. The version moves even when every advantage is zero and the weights stay."""
-        values = self.backend.train_step(batch, before_update=self.checkpoints.wait)
+        assert reply.batch is not None
+        values = self.team.train_step(reply.batch, batch)
         return batch_metrics(batch, self.progress.version) | values
 
     def offload(self, version: int) -> None:
         """Publish the weights under `version`; blocks for the copy only, the digest is computed by the sender."""
-        self.weights.check()
-        self.weights.offload(self.backend.published(), version, tied=self.backend.tied)
+        self.team.publish(version)
         self.progress.version = version
         self.progress.stepped += 1
 
@@ -166,18 +174,25 @@ class AstraFlowPPOTrainer:
         """Begin a checkpoint when one is due; the last one is made by `finish`."""
         every = self.config.checkpoint.every
         if every > 0 and self.progress.version % every == 0:
-            self.checkpoints.save(self.progress.version, self.backend.state(), self.progress.values())
+            self.save(self.progress.version)
+
+    def save(self, version: int) -> None:
+        """Begin a checkpoint; the next update waits for it."""
+        self.team.save(version, self.progress.values())
+        self._saved = version
 
     def notify(self, values: dict[str, float]) -> None:
         """Tell Dataflow that the version is published; commits the batch. Wanted evaluations are begun by it."""
         version = self.progress.version
-        self.progress.digest = self.weights.published(version, self.config.deadlines.publish_s)
+        with TRACE.span("publish", model=self.process.model_id, version=version):
+            self.progress.digest = self.weights.published(version, self.config.deadlines.publish_s)
         values |= self.weights.stats()
         values["time/checkpoint_s"] = self.checkpoints.seconds
         freq, end = self.config.eval_freq, self.reason_to_end()
         final = self.config.final_eval and end is not None and end.kind == "done"
         self.announce(run_eval=freq > 0 and (final or version % freq == 0), metrics=values)
         self.metrics.log(version, values, model=self.process.model_id, timeline=self.link.timeline)
+        self.weights.show(values)
         logger.info(
             "version %d: reward %.3f, loss %.4f, grad norm %.3g, step %.2f s of which %.2f s waiting",
             version,
@@ -192,18 +207,18 @@ class AstraFlowPPOTrainer:
         """One notice of the present version; the same version again is a duplicate that renews checkpoint_version."""
         version, endpoint = self.progress.version, self.weights.endpoint
         self.link.held(version, self.progress.digest, self.checkpoints.durable, endpoint)
-        reply = self.link.notify(
-            NotifyVersion(
-                model_id=self.process.model_id,
-                timeline=self.link.timeline,
-                version=version,
-                digest=self.progress.digest,
-                checkpoint_version=self.checkpoints.durable,
-                run_eval=run_eval,
-                sender_endpoint=endpoint,
-                metrics=metrics,
-            )
+        notice = NotifyVersion(
+            model_id=self.process.model_id,
+            timeline=self.link.timeline,
+            version=version,
+            digest=self.progress.digest,
+            checkpoint_version=self.checkpoints.durable,
+            run_eval=run_eval,
+            sender_endpoint=endpoint,
+            metrics=metrics,
         )
+        with TRACE.span("notify", model=self.process.model_id, version=version):
+            reply = self.link.notify(notice)
         self._announced_checkpoint = self.checkpoints.durable
         if run_eval:
             self._evaluation = (version, reply.eval_id)
@@ -212,20 +227,17 @@ class AstraFlowPPOTrainer:
 
     def resume(self) -> None:
         """Load the newest complete checkpoint of this run directory, if there is one."""
-        found = self.checkpoints.load_newest()
-        if found is None:
+        saved = self.team.resume()
+        if saved is None:
             return
-        version, state, values = found
-        self.backend.load_state(state)
-        self.progress.version = version
-        self.progress.resumed_from = version
-        self.progress.window = deque(values["window"])
-        logger.info("resumed from the checkpoint of version %d", version)
+        self.progress.version = self.progress.resumed_from = saved.version
+        self.progress.window = deque(saved.loop["window"])
+        logger.info("resumed from the checkpoint of version %d", saved.version)
 
     def attach(self) -> None:
         """Publish the present version, then /ready: Dataflow never names weights that cannot be pulled."""
         version = self.progress.version
-        self.weights.offload(self.backend.published(), version, tied=self.backend.tied)
+        self.team.publish(version)
         self.progress.digest = self.weights.published(version, self.config.deadlines.publish_s)
         self.link.attach(
             Ready(
@@ -238,6 +250,8 @@ class AstraFlowPPOTrainer:
                 checkpoint_version=self.checkpoints.durable,
                 tokenizer_hash=self.hashes[0],
                 template_hash=self.hashes[1],
+                more_senders=self.team.senders[1:],
+                region=self.process.region,
             )
         )
 
@@ -272,17 +286,16 @@ class AstraFlowPPOTrainer:
         """Final checkpoint, evaluation and export; then leave. The exit code is 0 only after training or a drain."""
         logger.info("ending at version %d: %s", self.progress.version, end)
         trained = self.progress.version > 0
-        self.checkpoints.wait()
-        if trained and self.config.checkpoint.at_end and self.checkpoints.durable != self.progress.version:
-            self.checkpoints.save(self.progress.version, self.backend.state(), self.progress.values())
-            self.checkpoints.wait()
+        if self.team.durable() != self.progress.version and trained and self.config.checkpoint.at_end:
+            self.save(self.progress.version)
+            self.team.durable()
         if trained and end.kind in ("done", "end_of_data") and self.config.final_eval and self.config.eval_freq > 0:
             self.final_eval()
         if end.kind == "stalled":  # Dataflow ends by itself, nobody is there to say goodbye to
             logger.error("%s", end)
             return EXIT_STALLED
         if trained and end.kind != "drained" and self.config.checkpoint.export:
-            self.backend.export(Path(self.process.run_dir) / "export" / self.process.model_id)
+            self.team.export(Path(self.process.run_dir) / "export" / self.process.model_id)
         self.leave(end)
         if end.kind == "starved":
             logger.error("starved at version %d: %s", self.progress.version, end)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 PublishedDtype = Literal["bfloat16", "float16", "float32"]
+PublishedLora = Literal["merged", "adapter"]
 
+Setting = Literal["fast", "dense"]
 MIN_CHUNK_BYTES = 4096
 MAX_CHUNK_BYTES = 256 << 20
 
@@ -17,16 +19,26 @@ class WeightsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     dtype: PublishedDtype = "bfloat16"
     """Published dtype (round to nearest even from the masters); float32 moves the masters themselves."""
+    float32_names: list[str] = []
+    """Patterns (`*`, `?`) of tensor names that stay float32 whatever `dtype` says, e.g. `*.e_score_correction_bias`."""
+    lora: PublishedLora = "merged"
+    """What of a model with LoRA adapters is published: `merged` = the base's names with the adapter added, which every engine takes;
+    `adapter` = its few MB alone under peft's names, for engines that hold the base."""
     streams: int = 6
     """Parallel TCP connections of one transfer (fewer when it has fewer chunks)."""
     delta: bool = True
     """Send only changed words to a receiver that verifiably holds the previous version."""
     full_every: int = 20
-    """Every version divisible by this travels in full; 0 = never forced."""
-    kept_deltas: int = 4
-    """Encoded deltas kept by the sender; their bytes together never exceed one half."""
+    """Every version divisible by this travels in full, and so does the next one to a receiver that missed it; 0 = never forced."""
+    kept_deltas: int = 8
+    """Encoded deltas kept by the sender, so that a receiver this many versions behind gets a chain of them; their bytes together never
+    exceed one half."""
+    codec: Setting = "fast"
+    """`dense`: smaller deltas for thin links, at about twice the time of coding."""
+    codec_threads: int = 2
+    """Threads for coding deltas, on either side."""
     zstd_level: int = 1
-    """Entropy coding of deltas; higher is smaller and slower."""
+    """Entropy coding of deltas of 32-bit words, and of all where numba is missing; higher is smaller and slower."""
     chunk_bytes: int = 4 << 20
     """Unit of checksums and of repeating after a damaged transfer (small models use smaller chunks, so that all streams work)."""
     host: str = "127.0.0.1"
@@ -41,6 +53,8 @@ class WeightsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Deadline for the sender process to come up."""
     reader_wait_s: float = 10.0
     """How long an offload waits for readers of the half it needs before their transfers are cancelled (and restarted by them)."""
+    ranks_wait_s: float = 120.0
+    """How long the trainer's ranks wait for each other in an offload before it fails on all of them, with the missing ranks' names."""
     idle_s: float = 60.0
     """A transfer without progress for this long is cancelled."""
     delta_wait_s: float = 3.0
@@ -59,7 +73,7 @@ class WeightsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     export_tied: bool = False
     """Write tied tensors a second time into the staged file, for engines that do not tie them themselves."""
     hash_threads: int = 2
-    """Threads for digests and checksums, on either side."""
+    """Threads for digests and checksums, on either side, and for applying deltas."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -73,11 +87,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("full_every", 0, 1 << 31),
     ("kept_deltas", 1, 64),
     ("zstd_level", 1, 19),
+    ("codec_threads", 1, 64),
     ("chunk_bytes", MIN_CHUNK_BYTES, MAX_CHUNK_BYTES),
     ("port", 0, 65535),
     ("stream_port", 0, 65535),
     ("start_s", 0.1, 3600),
     ("reader_wait_s", 0, 3600),
+    ("ranks_wait_s", 0.1, 3600),
     ("idle_s", 0.1, 3600),
     ("delta_wait_s", 0, 3600),
     ("io_timeout_s", 0.1, 3600),
@@ -88,6 +104,17 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_model_bytes", 1, 1 << 50),
     ("hash_threads", 1, 64),
 )
+
+
+class LoraConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; what of them is published: `weights.lora`."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1)] = 16
+    """r: B [out, r] · A [r, in] is added to a matrix."""
+    alpha: Annotated[int, msgspec.Meta(gt=0)] = 32
+    """The sum is scaled by alpha / rank."""
+    targets: list[str] = []
+    """Names of the layers that get an adapter, e.g. [q_proj, v_proj]; empty = every linear layer but the output embedding."""
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -101,5 +128,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Compute dtype of engine and trainer (bf16 matmul is 4–8× slower than fp32 on CPUs without avx512_bf16)."""
     options: dict[str, Any] = {}
     """Overrides of the architecture in config.json, e.g. {"num_hidden_layers": 2}."""
+    lora: LoraConfig | None = None
+    """Train adapters only; None = all weights."""
     context_length: int | None = None
     """Tokens of prompt and answer together; None = the tokenizer's or model's own limit."""

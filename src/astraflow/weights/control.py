@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from astraflow.lib.frames import FrameReader, pack
 from astraflow.lib.proc import Child, RestartBook, RestartPolicy, describe_exit
 from astraflow.protocol.errors import AstraFlowError, BadMessage, ConfigError, DeadlinePassed, RemoteError
 from astraflow.weights.buffer import HalfSwitch, Held
@@ -26,10 +27,10 @@ from astraflow.weights.config import WeightsConfig
 from astraflow.weights.frames import (
     Claim,
     Failed,
-    FrameReader,
     FromSender,
     Granted,
     HalfState,
+    Numbers,
     Publish,
     Published,
     Ready,
@@ -37,7 +38,7 @@ from astraflow.weights.frames import (
     Stats,
     Stop,
     ToSender,
-    pack,
+    from_sender,
     summed,
 )
 
@@ -56,7 +57,7 @@ class _Life:
 
     child: Child
     sock: socket.socket
-    reader: FrameReader = field(default_factory=lambda: FrameReader(from_sender=True))
+    reader: FrameReader[FromSender] = field(default_factory=from_sender)
     ready: bool = False
 
 
@@ -72,6 +73,7 @@ class SenderLink:
         self._granted: Granted | None = None
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._past: dict[str, float] = {}
+        self._numbers_of_step = Numbers({})
         self._past_receivers: dict[str, dict[str, float]] = {}
         self._stats = Stats({}, {}, {})
         self._ports = (config.port, config.stream_port)
@@ -132,6 +134,12 @@ class SenderLink:
             self._claim = None
             self._digests.pop(version, None)
             self._send(Publish(half, version))
+
+    def show(self, values: dict[str, float]) -> None:
+        """What the sender answers to `GET /metrics` from now on, its next lives too."""
+        with self._changed:
+            self._numbers_of_step = Numbers(values)
+            self._send(self._numbers_of_step)
 
     def published(self, version: int, deadline_s: float) -> str:
         """The digest of a published version. Raises DeadlinePassed."""
@@ -214,8 +222,7 @@ class SenderLink:
         except BadMessage as error:
             trouble = f" ({error})"
         try:
-            if self._closing.is_set():
-                life.child.wait(5.0)  # it was asked to stop: a signal on top could only spoil its exit code
+            life.child.wait(5.0 if self._closing.is_set() else 1.0)  # it ends by itself: a signal on top could only spoil its exit code
             return describe_exit(life.child.terminate(1.0)) + trouble
         except AstraFlowError as error:  # not even SIGKILL ends it; the next life says what comes of that (its port is taken)
             return f"{error}{trouble}"
@@ -260,6 +267,7 @@ class SenderLink:
             self._life = life
             states = [None if h is None else HalfState(h.version, h.digest) for h in self._switch.halves]
             self._send(self._setup((states[0], states[1]), self._switch.newest, self._ports))
+            self._send(self._numbers_of_step)
             if self._claim is not None:
                 self._send(self._claim)
         return life

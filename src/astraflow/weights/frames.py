@@ -1,25 +1,20 @@
-"""What the manager and its sender process tell each other over their socketpair: length-prefixed msgpack frames.
+"""What the manager and its sender process tell each other over their socketpair: frames as in `lib/frames.py`.
 
-    manager → sender   Setup (once, first), Claim, Publish, Stop
+    manager → sender   Setup (once, first), Claim, Publish, Numbers, Stop
     sender → manager   Ready (or Failed, once, first), Granted, Published, Stats
 A claim is granted when nobody reads that half any more; only then does the manager write, and only Publish makes the bytes readable.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
-from astraflow.protocol.codec import encode
-from astraflow.protocol.errors import BadMessage
+from astraflow.lib.frames import FrameReader
+from astraflow.lib.tls import Tls
 from astraflow.protocol.weights import TensorMeta
 from astraflow.weights.config import WeightsConfig
-
-MAX_FRAME = 256 << 20
-"""A Setup names every tensor of the model."""
 
 
 class HalfState(msgspec.Struct, frozen=True):
@@ -34,6 +29,7 @@ class Setup(msgspec.Struct, tag=True, kw_only=True):
     model_id: str
     run_id: str
     token: str
+    tls: Tls
     config: WeightsConfig
     tensors: list[TensorMeta]
     tied: dict[str, str]
@@ -55,6 +51,12 @@ class Claim(msgspec.Struct, tag=True):
 class Publish(msgspec.Struct, tag=True):
     half: int
     version: int
+
+
+class Numbers(msgspec.Struct, tag=True):
+    """The trainer's newest step, for `GET /metrics` of its sender: the trainer itself serves nothing."""
+
+    values: dict[str, float]
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -105,35 +107,15 @@ def summed(*parts: Mapping[str, float]) -> dict[str, float]:
     return total
 
 
-ToSender = Setup | Claim | Publish | Stop
+ToSender = Setup | Claim | Publish | Numbers | Stop
 FromSender = Ready | Failed | Granted | Published | Stats
 
 
-def pack(frame: ToSender | FromSender) -> bytes:
-    """One frame with its length in front."""
-    body = encode(frame)
-    return struct.pack("<I", len(body)) + body
+def to_sender() -> FrameReader[ToSender]:
+    """Reads what the sender gets."""
+    return FrameReader(ToSender, "control frame")
 
 
-class FrameReader:
-    """Cuts a byte stream into frames of one direction."""
-
-    def __init__(self, from_sender: bool):
-        self._decoder = msgspec.msgpack.Decoder[Any](FromSender if from_sender else ToSender)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Add bytes; the frames that are complete now. Raises BadMessage for what is no frame."""
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            (length,) = struct.unpack_from("<I", self._buffer)
-            if length > MAX_FRAME:
-                raise BadMessage(f"control frame of {length} bytes")
-            if len(self._buffer) < 4 + length:
-                return
-            body = bytes(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-            try:
-                yield self._decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise BadMessage(f"control frame: {error}") from None
+def from_sender() -> FrameReader[FromSender]:
+    """Reads what the manager gets."""
+    return FrameReader(FromSender, "control frame")

@@ -25,6 +25,7 @@ PAGE = 4096
 MAX_TENSORS = 1_000_000
 MAX_NAME = 512
 MAX_AXES = 16
+CHUNKS_PER_STREAM = 32
 HEADER_KEY = "__metadata__"
 """A safetensors name that is not a tensor's."""
 
@@ -135,13 +136,18 @@ def check(tensors: Iterable[TensorMeta], tied: Mapping[str, str], size_bytes: in
 
 
 def digest(layout: Layout, data: memoryview, threads: int = 1) -> str:
-    """xxh3-128 hex over (name, xxh3-128 of the tensor's bytes) in layout order; `data` is one half."""
+    """Digest of a half: `digest_of` the xxh3-128 of every tensor's bytes."""
     parts = [data[t.offset : t.offset + t.size_bytes] for t in layout.tensors]
     if threads > 1 and layout.size_bytes > 1 << 20:
         with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
             hashes = list(pool.map(xxhash.xxh3_128_digest, parts))
     else:
         hashes = [xxhash.xxh3_128_digest(part) for part in parts]
+    return digest_of(layout, hashes)
+
+
+def digest_of(layout: Layout, hashes: Iterable[bytes]) -> str:
+    """xxh3-128 hex over (name, xxh3-128 of the tensor's bytes) in layout order."""
     total = xxhash.xxh3_128()
     for t, value in zip(layout.tensors, hashes, strict=True):
         total.update(t.name.encode() + b"\0" + value)
@@ -149,8 +155,8 @@ def digest(layout: Layout, data: memoryview, threads: int = 1) -> str:
 
 
 def chunk_size(size_bytes: int, streams: int, most: int) -> int:
-    """Bytes of a chunk: at most `most`, at least a page, and small enough that every stream has work."""
-    share = -(-size_bytes // max(1, streams))
+    """Bytes of a chunk: at most `most`, at least a page, and small enough that all streams end at about the same time."""
+    share = -(-size_bytes // (max(1, streams) * CHUNKS_PER_STREAM))
     return min(most, max(PAGE, -(-share // PAGE) * PAGE))
 
 

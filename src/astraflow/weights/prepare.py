@@ -1,4 +1,5 @@
-"""What a sender does for every published version, in threads: digest, chunk checksums, then the delta against the other half.
+"""What a sender does for every published version, in threads: digest, chunk checksums, then the delta against the other half;
+and for receivers that are several versions behind, the chains of kept deltas.
 
 The digest goes to the trainer as soon as it is known (it belongs into the notice). All three are readers of their halves, so that a
 half is never overwritten under them; the delta gives up when the next offload is in a hurry.
@@ -9,18 +10,35 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from astraflow.lib.aio import Tasks
-from astraflow.weights import delta, layout
+from astraflow.weights import codec, delta, layout
 from astraflow.weights.buffer import HalfSwitch
+from astraflow.weights.chain import Chain, Name, Shelf
 from astraflow.weights.config import WeightsConfig
 from astraflow.weights.frames import Published
 from astraflow.weights.memory import HalfMemory
 
 T = TypeVar("T")
+
+CODECS = (codec.RANKS, codec.GAPS)
+REMEMBERED = 20
+"""Versions after which a receiver that did not come again is no longer a reason to code deltas as only it needs them."""
+READY_CHAINS = 8
+"""Chains whose checksums are remembered: receivers that are equally far behind share them."""
+
+
+@dataclass(frozen=True)
+class ReadyChain:
+    """A chain with its checksums."""
+
+    chain: Chain
+    chunk_bytes: int
+    chunk_hashes: list[int]
 
 
 @dataclass
@@ -65,10 +83,13 @@ class Preparer:
     ):
         self._config, self._layout, self._memory, self._switch = config, shape, memory, switch
         self._tasks, self._tell, self._let_go = tasks, tell, let_go
-        self.shelf = delta.Shelf(config.kept_deltas, shape.size_bytes)
+        self.shelf = Shelf(config.kept_deltas, shape.size_bytes)
+        self._chains: OrderedDict[tuple[Name, Name], ReadyChain] = OrderedDict()
         self.work: dict[int, Work] = {}
         """By half."""
         self.gauges: dict[str, float] = {}
+        self._asked: dict[tuple[str, ...], int] = {}
+        """Codecs that a receiver can apply, best first → the newest version that one asked for with them."""
 
     def begin(self, half: int, version: int) -> None:
         """A half was published, or is found again by a new life of the sender (then its digest is known: the manager remembers it)."""
@@ -77,6 +98,19 @@ class Preparer:
         work = self.work[half] = Work(half, version, held.digest)  # read here: a claim may empty the half before the task runs
         self._switch.enter(work.hash_reader, half, time.monotonic())
         self._tasks.spawn(f"prepare {version}", self._prepare(work, self.work.get(1 - half)))
+
+    def learn(self, codecs: Sequence[str], version: int) -> bool:
+        """What a receiver can apply: the next deltas are coded so that all of the last `REMEMBERED` versions' receivers can. False when
+        there is no codec in common."""
+        known = tuple(name for name in CODECS if name in codecs)
+        if known:
+            self._asked[known] = max(version, self._asked.get(known, -1))
+        return bool(known)
+
+    def _wanted(self, version: int) -> tuple[str, ...]:
+        """Codecs that every receiver of late can apply, best first; all where none can be for all."""
+        self._asked = {known: at for known, at in self._asked.items() if at >= version - REMEMBERED}
+        return tuple(name for name in CODECS if all(name in known for known in self._asked)) or CODECS
 
     def hurry(self, overdue: Sequence[str]) -> None:
         """Some of these readers may be deltas: they give up."""
@@ -136,10 +170,15 @@ class Preparer:
         for reader, part in zip(work.delta_readers, (work, base), strict=True):
             self._switch.enter(reader, part.half, now)
         old, new = self._memory.half(base.half), self._memory.half(work.half)
+        wanted, config = self._wanted(work.version), self._config
+
+        def encode() -> tuple[str, tuple[bytes, int] | None]:
+            name = next(each for each in codec.available() if each in wanted)  # here: the first call may compile
+            coding = delta.Coding(name, config.codec, config.zstd_level, config.codec_threads)
+            return name, delta.encode(self._layout, old, new, coding, work.stop.is_set)
+
         try:
-            encoded = await self._busy(
-                work.delta_readers, lambda: delta.encode(self._layout, old, new, self._config.zstd_level, work.stop.is_set)
-            )
+            name, encoded = await self._busy(work.delta_readers, encode)
         except delta.Cancelled:
             return "its encoding was cancelled by the next offload"
         finally:
@@ -150,13 +189,32 @@ class Preparer:
         if encoded is None:
             return "the delta is no smaller than a full sync"
         payload, changed = encoded
-        chunk = layout.chunk_size(len(payload), self._config.streams, self._config.chunk_bytes)
-        hashes = await asyncio.to_thread(layout.chunk_hashes, memoryview(payload), chunk, self._config.hash_threads)
         self.gauges["delta_size_bytes"] = len(payload)
         self.gauges["changed_fraction"] = changed / max(1, self._layout.words)
-        self.shelf.add(delta.Delta(base.version, base.digest, work.version, work.digest, payload, changed, chunk, tuple(hashes)))
+        self.shelf.add(delta.Delta(base.version, base.digest, work.version, work.digest, payload, changed, name))
+        await self.chain((base.version, base.digest), (work.version, work.digest))  # nearly every receiver will ask for it
         return ""
+
+    async def chain(self, base: Name, target: Name) -> ReadyChain | None:
+        """The kept deltas from exactly this base to exactly this version, with their checksums."""
+        found = self.shelf.chain(base, target)
+        if found is None:
+            return None
+        known = self._chains.get((base, target))
+        if known is not None and known.chain == found:
+            return known
+        chunk = layout.chunk_size(found.size_bytes, self._config.streams, self._config.chunk_bytes)
+        ready = ReadyChain(found, chunk, await asyncio.to_thread(found.chunk_hashes, chunk))
+        self._chains[base, target] = ready
+        while len(self._chains) > READY_CHAINS:
+            self._chains.popitem(last=False)
+        return ready
 
     def periodic(self, version: int) -> bool:
         """True for versions that travel in full whatever is kept."""
         return bool(self._config.full_every) and version % self._config.full_every == 0
+
+    def crosses_periodic(self, base: int, version: int) -> bool:
+        """True when a periodic full version lies between: a receiver that was away over it makes its full sync now."""
+        every = self._config.full_every
+        return bool(every) and base < version and base // every != version // every

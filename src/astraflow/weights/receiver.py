@@ -1,7 +1,7 @@
 """The receiving side in a rollout service: pull one exact version, verified, into a staged safetensors file. Blocking, without torch.
 
-A delta is applied to a copy of the held file and counts only if the digest over all tensors is the published one; whatever goes wrong
-with it, the same call pulls in full. If that fails too, the call raises and what is held stays held.
+Deltas are applied to what is held on the way into a new file, which counts only if the digest over all tensors is the published one;
+whatever goes wrong with them, the same call pulls in full. If that fails too, the call raises and what is held stays held.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from astraflow.protocol.errors import (
     WeightError,
 )
 from astraflow.protocol.routes import SenderAPI
-from astraflow.weights import codec, delta, layout
+from astraflow.weights import chain, codec, layout
+from astraflow.weights.assembly import Assembly, InFull, Patched
 from astraflow.weights.config import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, WeightsConfig
 from astraflow.weights.fetch import Fetch, FetchCounts
-from astraflow.weights.staging import Draft, Staging
+from astraflow.weights.staging import Staging
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ PAUSE_S = 0.1
 """How soon a pull that sleeps between two tries notices the end of its receiver."""
 DELTA_TICKETS = 3
 """Delta transfers that may break before the full one is tried; a full one goes on until the deadline."""
+MAX_LINKS = 1024
+"""Deltas of one chain."""
+MAX_REPLY_BYTES = 64 << 20
+"""Of a sender: a ticket with the checksums of all chunks is the largest."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -68,8 +73,11 @@ class Staged:
     size_bytes: int
     """Bytes that travelled, failed attempts included."""
     seconds: float
+    """From the call to the file in its place."""
     changed_elements: int
-    """Words that a delta changed; −1 for a full transfer."""
+    """Words that deltas changed, counted once per delta; −1 for a full transfer."""
+    links: int = 0
+    """Deltas that were applied one after the other; 0 for a full transfer."""
 
 
 @dataclass
@@ -95,7 +103,10 @@ class WeightReceiver:
         self._closed = threading.Event()
         self._fetch: Fetch | None = None
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """{full,delta,held}_pulls, {full,delta}_bytes, {full,delta}_s, failed_pulls, changed_elements, `fallback: …`, stream repairs."""
+        """{full,delta,held}_pulls, chain_pulls (delta pulls of several links), {full,delta}_bytes, {full,delta}_s, failed_pulls,
+        changed_elements, `fallback: …`, stream repairs."""
+        if config.delta:
+            codec.load_ahead()
 
     @property
     def held(self) -> tuple[int, str] | None:
@@ -128,11 +139,12 @@ class WeightReceiver:
         if version < 0 or (digest and not _DIGEST.fullmatch(digest)):
             raise WeightError(f"version {version} with digest {digest[:64]!r}: expected a version ≥ 0 and 32 hex digits")
         with self._lock:
-            self._staging.clean({path for path in (self.path, keep) if path is not None})
-            return self._pull(_Pull(self, sender_endpoint, version, digest, full, deadline_s, stop or threading.Event()), version)
+            call = _Pull(self, sender_endpoint, version, digest, full, deadline_s, stop or threading.Event())
+            return self._pull(call, version, {path for path in (self.path, keep) if path is not None})
 
-    def _pull(self, call: _Pull, version: int) -> Staged:
+    def _pull(self, call: _Pull, version: int, keep: set[Path]) -> Staged:
         try:
+            self._staging.clean(keep)
             staged = call.run()
         except AstraFlowError as error:
             self.counters["failed_pulls"] += 1
@@ -143,6 +155,7 @@ class WeightReceiver:
         self.counters[f"{staged.mode}_pulls"] += 1
         self.counters[f"{staged.mode}_bytes"] += staged.size_bytes
         self.counters[f"{staged.mode}_s"] += staged.seconds
+        self.counters["chain_pulls"] += staged.links > 1
         self.counters["changed_elements"] += max(0, staged.changed_elements)
         return staged
 
@@ -151,6 +164,11 @@ class WeightReceiver:
         self.counters["streams_broken"] += counts.broken
         self.counters["damaged_chunks"] += counts.damaged_chunks
         self.counters["received_bytes"] += counts.received_bytes
+
+    def intact(self, path: Path, digest: str) -> bool:
+        """Whether a staged file still has the bytes that its digest names; reads all of it. Any thread."""
+        held = self._held
+        return held is not None and _file_is_right(path, held[3], digest, self.config.hash_threads)
 
     def abandon(self, stop: threading.Event) -> None:
         """Nobody needs the running pull any more: it raises Conflict (superseded) soon. `stop` is the one that it was called with."""
@@ -220,9 +238,9 @@ class _Pull:
         self._receiver.counters[f"fallback: {kind or why[:200]}"] += 1
         log.warning("%s: version %d: no delta: %s", self._receiver.model_id, self._version, why)
 
-    def _staged(self, path: Path, mode: Literal["full", "delta", "held"], changed: int) -> Staged:
+    def _staged(self, path: Path, mode: Literal["full", "delta", "held"], changed: int, links: int = 0) -> Staged:
         seconds = time.monotonic() - self._began
-        return Staged(path, self._version, self._digest, mode, self._fallback, self.counts.received_bytes, seconds, changed)
+        return Staged(path, self._version, self._digest, mode, self._fallback, self.counts.received_bytes, seconds, changed, links)
 
     # ---- the sender ----
 
@@ -261,7 +279,7 @@ class _Pull:
         if known is not None:
             known.client.close()
             self._receiver._sender = None
-        client = SyncClient(self._endpoint, self._receiver.identity)
+        client = SyncClient(self._endpoint, self._receiver.identity, MAX_REPLY_BYTES)
         try:
             info = client.call(SenderAPI.get_buffer_info, timeout_s=self._timeout_s())
             if info.model_id != self._receiver.model_id:
@@ -283,7 +301,11 @@ class _Pull:
             if mode == "delta" and (held is None or held[3].hash != sender.shape.hash):
                 raise LayoutMismatch("the layout changed")
             request = messages.TransferRequest(
-                instance_id=self._receiver.instance_id, version=self._version, digest=self._digest, mode=mode, codecs=[codec.NAME]
+                instance_id=self._receiver.instance_id,
+                version=self._version,
+                digest=self._digest,
+                mode=mode,
+                codecs=list(codec.available()),
             )
             if mode == "delta" and held is not None:
                 request.base_version, request.base_digest = held[1], held[2]
@@ -306,10 +328,25 @@ class _Pull:
         if not fits or chunks != len(ticket.chunk_hashes) or not 0 < ticket.stream_port < 65536:
             raise WeightError(f"ticket of {size} bytes in {len(ticket.chunk_hashes)} chunks of {ticket.chunk_bytes}: not acceptable")
         if ticket.mode == "delta":
-            if mode != "delta" or ticket.codec != codec.NAME:
+            if mode != "delta" or ticket.codec not in codec.available():
                 raise WeightError(f"a delta ({ticket.codec[:40]!r}) was not asked for")
-            if (ticket.base_version, ticket.base_digest) != self._receiver.held:
-                raise BaseMismatch(f"delta from version {ticket.base_version}, but {self._receiver.held} is held")
+            held, base, target = self._receiver.held, (ticket.base_version, ticket.base_digest), (ticket.version, ticket.digest)
+            if base != held:
+                raise BaseMismatch(f"delta from version {ticket.base_version}, but {held} is held")
+            ticket.links = ticket.links or [
+                messages.DeltaLink(
+                    base_version=base[0],
+                    base_digest=base[1],
+                    version=target[0],
+                    digest=target[1],
+                    size_bytes=size,
+                    changed_elements=ticket.changed_elements,
+                )
+            ]
+            if wrong := chain.check(ticket.links, base, target, size, ticket.changed_elements, MAX_LINKS):
+                raise BaseMismatch(f"chain of deltas to version {ticket.version}: {wrong}")
+        elif ticket.links:
+            raise WeightError(f"a full transfer of {len(ticket.links)} deltas")
 
     def _verdict(self, sender: _Sender, ticket: messages.TransferTicket, error: str) -> None:
         done = messages.TransferDone(
@@ -325,8 +362,7 @@ class _Pull:
     def _transfer(self, mode: messages.TransferMode) -> Staged:
         """Fetch and stage; in full as well where the sender has no such delta (its reason is noted)."""
         fetch: Fetch | None = None
-        draft: Draft | None = None
-        payload = bytearray()
+        assembly: Assembly | None = None
         broken = 0
         backoff = Backoff(first_s=0.05, max_s=1.0)
         try:
@@ -336,21 +372,18 @@ class _Pull:
                     self._fall_back(ticket.fallback or "the sender gave no reason")
                     mode = "full"
                 self._digest = self._digest or ticket.digest
-                if ticket.mode == "full":
-                    if draft is None:
-                        draft = self._draft(sender, None)
-                        fetch = None
-                    elif draft.layout.hash != sender.shape.hash:  # another trainer took the address over meanwhile
-                        raise LayoutMismatch("the layout changed during the transfer")
-                    target = draft.data
-                else:
-                    if len(payload) != ticket.size_bytes:
-                        payload, fetch = bytearray(ticket.size_bytes), None
-                    target = memoryview(payload)
-                fetch = self._receiver._fetch = fetch or self._fetch(target, sender)
+                if assembly is not None and assembly.draft.layout.hash != sender.shape.hash:
+                    raise LayoutMismatch("the layout changed during the transfer")  # another trainer took the address over meanwhile
+                if fetch is not None and assembly is not None and not fetch.fits(ticket):
+                    self._receiver._staging.discard(assembly.draft)
+                    assembly = None
+                if assembly is None or fetch is None:
+                    assembly = self._assembly(sender, ticket)
+                    fetch = self._fetch(assembly, sender)
+                self._receiver._fetch = fetch
                 self._pause(0)
                 try:
-                    fetch.run(ticket, self._end_s)
+                    fetch.run(ticket, self._end_s, assembly.follow)
                     break
                 except Unavailable as error:
                     broken += 1
@@ -361,53 +394,45 @@ class _Pull:
                 except AstraFlowError as error:
                     self._verdict(sender, ticket, one_line(error))
                     raise
-            return self._stage(sender, ticket, draft, payload)
+            return self._stage(sender, ticket, assembly)
         finally:
             self._receiver._fetch = None
-            if draft is not None and draft.path.exists():
-                self._receiver._staging.discard(draft)
+            if assembly is not None:
+                self._receiver._staging.discard(assembly.draft)
 
-    def _draft(self, sender: _Sender, base: Path | None) -> Draft:
+    def _assembly(self, sender: _Sender, ticket: messages.TransferTicket) -> Assembly:
+        held = self._receiver._held
+        assert ticket.mode == "full" or held is not None, "a delta was asked for with what is held"
         draft = self._receiver._staging.draft(sender.shape, self._receiver.config.export_tied)
         try:
-            draft.create(base)
+            draft.create(held[0] if held is not None and ticket.mode == "delta" else None)
         except WeightError:
             self._receiver._staging.discard(draft)
             raise
-        return draft
+        return InFull(draft, ticket) if ticket.mode == "full" else Patched(draft, ticket, self._receiver.config.codec_threads)
 
-    def _fetch(self, target: memoryview, sender: _Sender) -> Fetch:
+    def _fetch(self, assembly: Assembly, sender: _Sender) -> Fetch:
         config = self._receiver.config
         host, _ = split_host_port(self._endpoint)
         streams = min(config.streams, sender.max_streams)
-        return Fetch(target, host, self._receiver.identity.token, config, streams, self.counts)
+        identity = self._receiver.identity
+        tls = identity.tls if self._endpoint.startswith("https:") else None
+        return Fetch(assembly.write, host, identity.token, config, streams, self.counts, tls)
 
-    def _stage(self, sender: _Sender, ticket: messages.TransferTicket, draft: Draft | None, payload: bytearray) -> Staged:
-        """Patch (a delta), verify the digest over all tensors, swap."""
+    def _stage(self, sender: _Sender, ticket: messages.TransferTicket, assembly: Assembly) -> Staged:
+        """Compare the digest over all tensors, and swap."""
         receiver = self._receiver
-        patched: Draft | None = None
         try:
-            if ticket.mode == "delta":
-                held = receiver._held
-                assert held is not None
-                draft = patched = self._draft(sender, held[0])
-                changed = delta.apply(sender.shape, draft.data, memoryview(payload))
-                if changed != ticket.changed_elements:
-                    raise DigestMismatch(f"delta to version {ticket.version}: {changed} words changed, {ticket.changed_elements} announced")
-            assert draft is not None
-            got = layout.digest(sender.shape, draft.data, receiver.config.hash_threads)
-            if got != ticket.digest:
-                raise DigestMismatch(f"version {ticket.version}: digest {got} of the staged bytes, {ticket.digest} was published")
-            draft.finish(ticket.version, ticket.digest)
-            path = receiver._staging.place(draft, ticket.version, ticket.digest)
+            assembly.verify()
+            assembly.draft.finish(ticket.version, ticket.digest)
+            path = receiver._staging.place(assembly.draft, ticket.version, ticket.digest)
         except (AstraFlowError, OSError) as error:
             self._verdict(sender, ticket, one_line(error))
-            if patched is not None:
-                receiver._staging.discard(patched)
             raise error if isinstance(error, AstraFlowError) else WeightError(f"staging: {error}") from error
         receiver._held = (path, ticket.version, ticket.digest, sender.shape)
+        staged = self._staged(path, ticket.mode, ticket.changed_elements, len(ticket.links))
         self._verdict(sender, ticket, "")
-        return self._staged(path, ticket.mode, ticket.changed_elements)
+        return staged
 
 
 def _file_is_right(path: Path, shape: layout.Layout, digest: str, threads: int) -> bool:

@@ -20,32 +20,37 @@ import sys
 import time
 from typing import BinaryIO
 
+from astraflow.lib import prometheus
 from astraflow.lib.aio import Tasks, deadline
+from astraflow.lib.frames import FrameReader, pack
 from astraflow.lib.log import setup_logging
+from astraflow.lib.prometheus import Exposition
 from astraflow.lib.wire import Server, new_identity
 from astraflow.protocol import weights as messages
 from astraflow.protocol.control import Shutdown
 from astraflow.protocol.errors import ConfigError, Conflict, DeadlinePassed, LayoutMismatch, Unavailable
 from astraflow.protocol.message import Empty
+from astraflow.protocol.metrics import TRAINER
 from astraflow.protocol.routes import SenderAPI
-from astraflow.weights import codec, delta, layout
+from astraflow.weights import codec, layout
 from astraflow.weights.buffer import HalfSwitch, Held
 from astraflow.weights.frames import (
     Claim,
     Failed,
-    FrameReader,
     FromSender,
     Granted,
+    Numbers,
     Publish,
     Ready,
     Setup,
     Stats,
     Stop,
-    pack,
+    ToSender,
     summed,
+    to_sender,
 )
 from astraflow.weights.memory import HalfMemory
-from astraflow.weights.prepare import Preparer, Work
+from astraflow.weights.prepare import Preparer, ReadyChain, Work
 from astraflow.weights.stream import MAX_STREAMS, StreamServer
 from astraflow.weights.transfers import TransferBook
 
@@ -71,11 +76,13 @@ class SenderAgent:
         self.book = TransferBook(self.switch, self.config.max_transfers)
         self.tasks = Tasks(self._task_failed)
         self.preparer = Preparer(self.config, self.layout, self.memory, self.switch, self.tasks, self.tell, self._grant)
-        self.streams = StreamServer(self.book, setup.token, self._source, self.tasks)
+        self.streams = StreamServer(self.book, setup.token, setup.tls, self._source, self.tasks)
         self.ended = asyncio.Event()
         self.exit_code = 0
         self._claim: Claim | None = None
         self._claimed_s = 0.0
+        self._numbers: dict[str, float] = {}
+        shown = Exposition(TRAINER, {"process": f"trainer:{setup.model_id}", "model": setup.model_id})
         self._outbox: asyncio.Queue[FromSender] = asyncio.Queue(maxsize=1024)  # the manager reads at once; 1024 frames = it hangs
         self._told, self._told_s = Stats({}, {}, {}), 0.0
         self._http = Server(
@@ -91,23 +98,24 @@ class SenderAgent:
                 "transfer_done": self.transfer_done,
                 "shutdown": self.shutdown,
             },
-            new_identity(setup.run_id, setup.token),
+            new_identity(setup.run_id, setup.token, setup.tls),
             host=self.config.host,
             port=setup.port,
             max_body_bytes=1 << 20,
+            extra_routes=[prometheus.route(lambda: shown.text(self._numbers))],
         )
 
-    async def run(self, frames: FrameReader) -> int:
+    async def run(self, frames: FrameReader[ToSender]) -> int:
         """Serve until the manager says stop or is gone."""
         self.tasks.spawn("outbox", self._send_frames())
         try:
             self.streams.start(self.config.host, self.setup.stream_port)
             await self._http.start()
-        except ConfigError as error:  # a port is taken: the trainer's user should read that, not our exit code
-            log.error("%s", error)
-            await asyncio.get_running_loop().sock_sendall(self._control, pack(Failed(str(error))))
-            return 2
+        except ConfigError as error:  # a port is taken
+            return await _fail(self._control, error)
         self.tell(Ready(self._http.port, self.streams.port))
+        if self.config.delta:
+            codec.load_ahead()
         self.tasks.spawn("control", self._read_frames(frames))
         self.tasks.spawn("clock", self._clock())
         # After a restart: first the older half, so that the newest one finds its base.
@@ -146,7 +154,7 @@ class SenderAgent:
                 self.ended.set()
                 return
 
-    async def _read_frames(self, frames: FrameReader) -> None:
+    async def _read_frames(self, frames: FrameReader[ToSender]) -> None:
         loop = asyncio.get_running_loop()
         data = b""
         while True:
@@ -160,6 +168,8 @@ class SenderAgent:
                     case Publish():
                         self.switch.publish(frame.half, Held(frame.version))
                         self.preparer.begin(frame.half, frame.version)
+                    case Numbers():
+                        self._numbers = frame.values
                     case Stop():
                         self.ended.set()
                         return
@@ -224,7 +234,7 @@ class SenderAgent:
 
     async def get_capabilities(self, request: Empty) -> messages.Capabilities:
         """Modes and codecs."""
-        codecs = [codec.NAME] if self.config.delta else []
+        codecs = list(await asyncio.to_thread(codec.available)) if self.config.delta else []
         return messages.Capabilities(modes=["full", "delta"] if codecs else ["full"], codecs=codecs, max_streams=MAX_STREAMS)
 
     async def register_receiver(self, request: messages.RegisterReceiver) -> messages.RegisterReceiverReply:
@@ -262,54 +272,50 @@ class SenderAgent:
             raise Unavailable(f"version {request.version} is not prepared yet; come again")
         return work
 
-    async def _delta_for(self, request: messages.TransferRequest, work: Work) -> tuple[delta.Delta | None, str]:
-        """The kept delta from exactly the receiver's base, or why there is none."""
-        if codec.NAME not in request.codecs:
+    async def _delta_for(self, request: messages.TransferRequest, work: Work) -> tuple[ReadyChain | None, str]:
+        """The kept deltas from exactly the receiver's base, or why there are none."""
+        if not self.preparer.learn(request.codecs, work.version):
             return None, "no delta codec in common"
         if self.preparer.periodic(work.version):
             return None, "periodic full sync"
+        if self.preparer.crosses_periodic(request.base_version, work.version):
+            return None, "a periodic full sync was missed"
         try:
             await deadline(work.delta_ended.wait(), self.config.delta_wait_s, "delta")
         except DeadlinePassed:
             return None, "the delta is not ready yet"
-        found = self.preparer.shelf.find(request.base_version, request.base_digest, work.version, work.digest)
+        found = await self.preparer.chain((request.base_version, request.base_digest), (work.version, work.digest))
         if found is not None:
+            if strange := sorted(found.chain.codecs - set(request.codecs)):
+                return None, f"a delta is coded as {strange[0]}"
             return found, ""
-        bases = [base for base, version in self.preparer.shelf.pairs() if version == work.version]
-        if work.no_delta and not bases:
+        pairs = self.preparer.shelf.pairs()
+        if work.no_delta and all(version != work.version for _, version in pairs):
             return None, work.no_delta
-        why = "the base's digest is another one" if request.base_version in bases else "no delta from the version held"
-        return None, why
+        if any(base == request.base_version for base, _ in pairs):
+            return None, "the base's digest is another one"
+        return None, "no delta from the version held"
 
-    def _ticket(
-        self, request: messages.TransferRequest, work: Work, found: delta.Delta | None, fallback: str
-    ) -> messages.TransferTicket:
-        size = self.layout.size_bytes if found is None else len(found.payload)
-        transfer = self.book.open(
-            request.instance_id[:256],
-            "full" if found is None else "delta",
-            work.version,
-            work.half,
-            b"" if found is None else found.payload,
-            size,
-            -1 if found is None else found.changed,
-            time.monotonic(),
-        )
+    def _ticket(self, request: messages.TransferRequest, work: Work, found: ReadyChain | None, fallback: str) -> messages.TransferTicket:
+        chain = None if found is None else found.chain
+        size = self.layout.size_bytes if chain is None else chain.size_bytes
+        transfer = self.book.open(request.instance_id[:256], work.version, work.half, size, chain, time.monotonic())
         return messages.TransferTicket(
             transfer_id=transfer.id,
             mode=transfer.mode,
             fallback=fallback,
             version=work.version,
             digest=work.digest,
-            base_version=-1 if found is None else found.base_version,
-            base_digest="" if found is None else found.base_digest,
-            codec="" if found is None else codec.NAME,
+            base_version=-1 if chain is None else chain.base[0],
+            base_digest="" if chain is None else chain.base[1],
+            codec="" if chain is None else chain.deltas[-1].codec,
             size_bytes=size,
             chunk_bytes=work.chunk_bytes if found is None else found.chunk_bytes,
-            chunk_hashes=work.chunk_hashes if found is None else list(found.chunk_hashes),
+            chunk_hashes=work.chunk_hashes if found is None else found.chunk_hashes,
             stream_port=self.streams.port,
             deadline_s=self.config.idle_s,
-            changed_elements=transfer.changed,
+            changed_elements=-1 if chain is None else chain.changed,
+            links=[] if chain is None else chain.links(),
         )
 
     async def transfer_done(self, request: messages.TransferDone) -> Empty:
@@ -327,7 +333,7 @@ class SenderAgent:
         return Empty()
 
 
-def _first_frame(control: socket.socket, frames: FrameReader) -> Setup:
+def _first_frame(control: socket.socket, frames: FrameReader[ToSender]) -> Setup:
     """Blocking: the manager sends Setup at once. What follows it stays in `frames`."""
     control.settimeout(30.0)
     while True:
@@ -339,12 +345,22 @@ def _first_frame(control: socket.socket, frames: FrameReader) -> Setup:
             return frame
 
 
+async def _fail(control: socket.socket, error: ConfigError) -> int:
+    """The trainer's user should read that, not our exit code."""
+    log.error("%s", error)
+    await asyncio.get_running_loop().sock_sendall(control, pack(Failed(str(error))))
+    return 2
+
+
 async def _main(control: socket.socket) -> int:
-    frames = FrameReader(from_sender=False)
+    frames = to_sender()
     setup = _first_frame(control, frames)
     setup_logging(f"sender/{setup.model_id}")
     control.setblocking(False)
-    agent = SenderAgent(setup, control)
+    try:
+        agent = SenderAgent(setup, control)
+    except ConfigError as error:  # a host that others can reach, and no token
+        return await _fail(control, error)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.ended.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the trainer's: it drains and then stops us

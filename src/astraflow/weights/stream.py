@@ -1,14 +1,14 @@
-"""Weight streams: raw bytes of one transfer over one TCP connection per part (`protocol/weights.py` has the format).
+"""Weight streams: raw bytes of one transfer over several TCP connections, range after range (`protocol/weights.py` has the format).
 
-This file has the hello and the serving side, on non-blocking sockets in the sender's event loop; `fetch.py` is the receiving side.
+This file has the hello and the serving side, `channel.py` the connection under it; `fetch.py` is the receiving side.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
+import ssl
 import struct
 import time
 from collections import Counter
@@ -18,19 +18,23 @@ from typing import BinaryIO
 from astraflow.lib.aio import Tasks, deadline
 from astraflow.lib.auth import same_token
 from astraflow.lib.net import listen
+from astraflow.lib.tls import Tls, server_context
 from astraflow.protocol.codec import decode, encode
 from astraflow.protocol.errors import AstraFlowError, AuthError, BadMessage, WrongProtocol
 from astraflow.protocol.message import PROTOCOL_VERSION
 from astraflow.protocol.weights import StreamHello
+from astraflow.weights.channel import Channel, Plain, Secure
 from astraflow.weights.transfers import Transfer, TransferBook
 
 log = logging.getLogger(__name__)
 
 MAX_HELLO = 4096
 HELLO_S = 10.0
-"""A connection that says nothing for this long is closed."""
+"""A connection that says nothing for this long is closed; between two ranges the transfer's own deadline ends it."""
 MAX_CONNECTIONS = 4096
 """Open connections of one sender; more are closed at once."""
+TELL_S = 10.0
+"""Between two log lines about streams that ended in the same way."""
 MAX_STREAMS = 64
 """Streams of one transfer, leftovers of broken ones included."""
 PIECE = 1 << 20
@@ -43,25 +47,23 @@ def hello_bytes(hello: StreamHello) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def hard_close(sock: socket.socket) -> None:
-    """Close and throw away what is queued: after a cancelled transfer nothing of the half may still leave."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
 class StreamServer:
     """Serves the ranges of open transfers. `source(half)` gives (file, offset of the half in it)."""
 
-    def __init__(self, book: TransferBook, token: str, source: Callable[[int], tuple[BinaryIO, int]], tasks: Tasks):
+    def __init__(self, book: TransferBook, token: str, tls: Tls, source: Callable[[int], tuple[BinaryIO, int]], tasks: Tasks):
         self._book, self._token, self._source, self._tasks = book, token, source, tasks
+        self._tls = tls
+        self._context: ssl.SSLContext | None = None
         self._listening: socket.socket | None = None
         self._connections = 0
+        self._told: dict[str, float] = {}
+        """Kind of ending → when it was logged last."""
         self.counters: Counter[str] = Counter()
         self.port = 0
 
     def start(self, host: str, port: int) -> None:
-        """Bind and accept. Raises ConfigError naming host:port when it cannot be bound."""
+        """Bind and accept. Raises ConfigError naming host:port when it cannot be bound, or a certificate file that cannot be used."""
+        self._context = server_context(self._tls) if self._tls.cert else None
         self._listening = listen(host, port)
         self.port = int(self._listening.getsockname()[1])
         self._tasks.spawn("weight streams", self._accept(self._listening))
@@ -89,39 +91,60 @@ class StreamServer:
             self._tasks.spawn("weight stream", self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
-        """One connection, from hello to close."""
+        """One connection: range after range of one transfer, until the receiver closes it."""
         transfer: Transfer | None = None
+        channel: Channel | None = None
         task = asyncio.current_task()
         assert task is not None
         clean = False
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = await deadline(self._read_hello(sock), HELLO_S, "hello on a weight stream")
-            transfer = self._book.for_stream(hello.transfer_id, hello.offset, hello.length, MAX_STREAMS)
-            transfer.streams.add(task)
-            await self._send(sock, transfer, hello.offset, hello.length)
+            channel = Plain(sock) if self._context is None else Secure(sock, self._context)
+            hello = await deadline(self._first_hello(channel), HELLO_S, "hello on a weight stream")
+            while hello is not None:
+                if transfer is not None and transfer.id != hello.transfer_id:
+                    raise BadMessage("a weight stream serves one transfer")
+                transfer = self._book.for_stream(hello.transfer_id, hello.offset, hello.length, MAX_STREAMS, task)
+                transfer.streams.add(task)
+                await self._send(channel, transfer, hello.offset, hello.length)
+                hello = await self._read_hello(channel)
             clean = True
-        except AstraFlowError as error:
+        except (AstraFlowError, ssl.SSLError) as error:
             self.counters["streams_refused"] += 1
-            log.info("weight stream refused: %s", error)
+            self._tell("refused", error)
         except OSError as error:
             self.counters["streams_broken"] += 1
-            log.info("weight stream broken: %s", error)
+            self._tell("broken", error)
         finally:
             self._connections -= 1
-            if clean:
+            if channel is None:
                 sock.close()
             else:
-                hard_close(sock)
+                channel.close(clean)
             if transfer is not None:
                 self._book.stream_ended(transfer, task)
 
-    async def _read_hello(self, sock: socket.socket) -> StreamHello:
-        (length,) = struct.unpack("<I", await _read_exactly(sock, 4))
+    def _tell(self, what: str, error: Exception) -> None:
+        """One line in a while: anybody can connect, and the counters say how many did."""
+        kind, now = f"{what} {type(error).__name__}", time.monotonic()
+        if now - self._told.get(kind, -TELL_S) >= TELL_S:
+            self._told[kind] = now
+            log.info("weight stream %s: %s", what, error)
+
+    async def _first_hello(self, channel: Channel) -> StreamHello | None:
+        await channel.open()
+        return await self._read_hello(channel)
+
+    async def _read_hello(self, channel: Channel) -> StreamHello | None:
+        """The next one; None when the receiver has closed the connection."""
+        head = await _read_exactly(channel, 4)
+        if not head:
+            return None
+        (length,) = struct.unpack("<I", head)
         if length > MAX_HELLO:
             raise BadMessage(f"hello of {length} bytes (at most {MAX_HELLO})")
-        hello = decode(await _read_exactly(sock, length), StreamHello)
+        hello = decode(await _read_exactly(channel, length, inside=True), StreamHello)
         # The token before anything else, so that a stranger learns nothing from how a hello is refused.
         if self._token and not same_token(hello.token, self._token):
             raise AuthError("weight stream: the cluster token is missing or wrong")
@@ -129,29 +152,29 @@ class StreamServer:
             raise WrongProtocol(f"weight stream: protocol version {hello.protocol_version}, this side speaks {PROTOCOL_VERSION}")
         return hello
 
-    async def _send(self, sock: socket.socket, transfer: Transfer, offset: int, length: int) -> None:
-        loop = asyncio.get_running_loop()
-        file, base = (None, 0) if transfer.mode == "delta" else self._source(transfer.half)
+    async def _send(self, channel: Channel, transfer: Transfer, offset: int, length: int) -> None:
+        file, base = self._source(transfer.half) if transfer.chain is None else (None, 0)
         end = offset + length
         while offset < end:
             size = min(PIECE, end - offset)
-            if file is None:
-                await loop.sock_sendall(sock, memoryview(transfer.payload)[offset : offset + size])
-            else:
-                sent = await loop.sock_sendfile(sock, file, base + offset, size)
-                if sent != size:
-                    raise OSError(f"sendfile gave {sent} of {size} bytes")
+            if transfer.chain is not None:
+                for piece in transfer.chain.pieces(offset, size):
+                    await channel.send(piece)
+            elif file is not None:
+                size = await channel.send_file(file.fileno(), base + offset, size)
             offset += size
             self.counters["streamed_bytes"] += size
             self._book.progress(transfer, size, time.monotonic())
 
 
-async def _read_exactly(sock: socket.socket, count: int) -> bytes:
-    loop = asyncio.get_running_loop()
+async def _read_exactly(channel: Channel, count: int, inside: bool = False) -> bytes:
+    """So many bytes; none at all when the connection ends before the first one, unless we are `inside` a hello."""
     data = b""
     while len(data) < count:
-        part = await loop.sock_recv(sock, count - len(data))
-        if not part:
+        part = await channel.receive(count - len(data))
+        if not part and (data or inside):
             raise BadMessage(f"weight stream closed after {len(data)} of {count} bytes of its hello")
+        if not part:
+            return b""
         data += part
     return data

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from astraflow.protocol.errors import BadMessage, Conflict, Unavailable
 from astraflow.protocol.weights import TransferMode
 from astraflow.weights.buffer import NEITHER, HalfSwitch
+from astraflow.weights.chain import Chain
 from astraflow.weights.frames import summed
 
 MAX_RECEIVERS = 4096
@@ -25,19 +26,21 @@ class Transfer:
 
     id: str
     instance_id: str
-    mode: TransferMode
     version: int
     half: int
-    """The half that is read; NEITHER for a delta."""
-    payload: bytes
-    """An encoded delta; empty for a full transfer."""
+    """The half that is read; NEITHER for deltas."""
+    chain: Chain | None
+    """Encoded deltas; None for a full transfer."""
     size_bytes: int
-    changed: int
     opened_s: float
     sent_bytes: int = 0
     streams: set[asyncio.Task[None]] = field(default_factory=set)
     ended: str = ""
     """Why no further stream may begin; empty while open."""
+
+    @property
+    def mode(self) -> TransferMode:
+        return "full" if self.chain is None else "delta"
 
 
 class TransferBook:
@@ -54,28 +57,32 @@ class TransferBook:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(
-        self, instance_id: str, mode: TransferMode, version: int, half: int, payload: bytes, size_bytes: int, changed: int, now: float
-    ) -> Transfer:
-        """A new transfer. An older one of the same receiver ends: it has started over. Raises Unavailable when there are too many."""
+    def open(self, instance_id: str, version: int, half: int, size_bytes: int, chain: Chain | None, now: float) -> Transfer:
+        """A new transfer, of a half or of a chain of deltas. An older one of the same receiver ends: it has started over.
+
+        Raises Unavailable when there are too many.
+        """
         for old in [t for t in self._open.values() if t.instance_id == instance_id]:
             self.end(old, "the receiver asked anew")
         if len(self._open) >= self._most:
             raise Unavailable(f"{len(self._open)} transfers are open; come again")
-        source = NEITHER if mode == "delta" else half
-        transfer = Transfer(secrets.token_hex(16), instance_id, mode, version, source, payload, size_bytes, changed, now)
+        source = half if chain is None else NEITHER
+        transfer = Transfer(secrets.token_hex(16), instance_id, version, source, chain, size_bytes, now)
         self._open[transfer.id] = transfer
         self._switch.enter(transfer.id, source, now)
         return transfer
 
-    def for_stream(self, transfer_id: str, offset: int, length: int, most_streams: int) -> Transfer:
-        """The transfer that a stream may read. Raises Conflict for an unknown or ended one, BadMessage for a range outside of it."""
+    def for_stream(self, transfer_id: str, offset: int, length: int, most_streams: int, stream: asyncio.Task[None] | None) -> Transfer:
+        """The transfer that a stream may read. `stream`: its task, which may have read other ranges of it before.
+
+        Raises Conflict for an unknown or ended one, BadMessage for a range outside of it.
+        """
         transfer = self._open.get(transfer_id)
         if transfer is None or transfer.ended:
             raise Conflict(f"transfer {transfer_id[:40]!r} {transfer.ended if transfer else 'is not known'}")
         if offset < 0 or length <= 0 or offset + length > transfer.size_bytes:
             raise BadMessage(f"range {offset}+{length} of a transfer of {transfer.size_bytes} bytes")
-        if len(transfer.streams) >= most_streams:
+        if stream not in transfer.streams and len(transfer.streams) >= most_streams:
             raise Conflict(f"{len(transfer.streams)} streams on one transfer")
         return transfer
 
@@ -96,6 +103,8 @@ class TransferBook:
             raise Conflict(f"transfer {transfer_id[:40]!r} of {instance_id[:80]!r} is not open")
         kind = transfer.mode if ok else "failed"
         values = {f"{kind}_transfers": 1.0, f"{kind}_bytes": float(transfer.size_bytes), f"{kind}_s": now - transfer.opened_s}
+        if ok and transfer.chain is not None and len(transfer.chain.deltas) > 1:
+            values |= {"chain_transfers": 1.0, "chain_links": float(len(transfer.chain.deltas))}
         self.count(instance_id, values)
         self.end(transfer, "is done", counted=True)
 

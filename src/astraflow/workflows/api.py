@@ -11,24 +11,33 @@ Errors carry the boundary that they crossed (`Attributed`); RaaS turns them into
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping
+import re
+import string
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import msgspec
 
 from astraflow.lib import options
+from astraflow.lib.aio import Threads, asked_to_cancel, carried, one_line, text_of
 from astraflow.lib.registry import closest
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.protocol.codec import column
 from astraflow.protocol.errors import AstraFlowError, BadMessage, UserError
 from astraflow.protocol.rollout import Boundary, Finish, RolloutError, Segment, Trajectory
 from astraflow.workflows import WORKFLOWS, register_workflow
+from astraflow.workflows.config import AgentConfig
+
+if TYPE_CHECKING:
+    from astraflow.workflows.visit import Door
 
 __all__ = [
     "WORKFLOWS",
     "Attributed",
     "EngineGroup",
+    "Environment",
     "Episode",
     "EpisodeError",
     "InferenceEngine",
@@ -40,8 +49,10 @@ __all__ = [
     "Score",
     "WorkflowContext",
     "as_episode",
+    "charged",
     "engine_of",
     "is_overlong",
+    "is_text",
     "register_workflow",
     "rollout_error",
 ]
@@ -54,13 +65,13 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
     input_ids: list[int]
     """The whole context, T tokens."""
-    max_new_tokens: int
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)]
     """Limit of new tokens over the whole call, interruptions included (case G23)."""
     request_id: str = ""
     """Unique per call; the executor fills it in when empty."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 = off."""
     stop: list[str] = []
     """Texts that end the generation; the tokens that complete the text are kept."""
@@ -144,23 +155,47 @@ class EpisodeError(AstraFlowError):
         self.kind = kind
 
 
+@contextmanager
+def charged(boundary: Boundary, what: str) -> Iterator[None]:
+    """Whatever the code of others raises inside, SystemExit too, is an EpisodeError(boundary, exception) that begins with `what`.
+
+    Errors of ours and those that know their boundary pass, and so do the cancellation of the episode and the end of a coroutine that is
+    closed. A GeneratorExit by hand looks like the latter here: what can raise it is awaited `contained`.
+    """
+    try:
+        yield
+    except (AstraFlowError, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
+            raise
+        if isinstance(error, Attributed) and error.boundary in get_args(Boundary):
+            raise carried(error) from None
+        raise EpisodeError(boundary, "exception", f"{what}: {one_line(error)}") from error
+
+
 def rollout_error(error: BaseException) -> RolloutError:
     """An exception as data. Without an address it counts against the workflow, whose code let it pass."""
     if isinstance(error, asyncio.CancelledError):
         return RolloutError(boundary="cancelled", kind="cancelled", message="the episode was cancelled")
     if isinstance(error, Attributed) and error.boundary in get_args(Boundary):
-        return RolloutError(boundary=error.boundary, kind=str(error.kind), message=_one_line(str(error)))
+        return RolloutError(boundary=error.boundary, kind=str(error.kind), message=text_of(error)[:MAX_MESSAGE])
     kind = "timeout" if isinstance(error, TimeoutError) else "exception"
-    return RolloutError(boundary="workflow", kind=kind, message=_one_line(f"{type(error).__name__}: {error}"))
+    return RolloutError(boundary="workflow", kind=kind, message=one_line(error)[:MAX_MESSAGE])
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be sent and tokenized: half a surrogate pair, as Python's file names have them, cannot."""
+    try:
+        str.encode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_overlong(error: BaseException) -> bool:
     """The next prompt does not fit: an episode that has an answer already ends with it."""
     return isinstance(error, Attributed) and error.boundary == "prompt"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_MESSAGE]
 
 
 class Options(options.Options):
@@ -169,6 +204,25 @@ class Options(options.Options):
     def __init__(self, workflow: str, values: Mapping[str, Any]) -> None:
         super().__init__(f"workflow {workflow!r}", values)
 
+    def template(self, name: str, default: str, fields: Collection[str] | None = None) -> str:
+        """A text with `{field}`s. Raises ConfigError for braces that name no field: those of `\\boxed{}` or JSON are to be doubled.
+
+        fields: all that there will be (`WorkflowContext.fields_with`); None = not known.
+        """
+        text: str = self.take(name, default)
+        try:
+            named = [one for _, one, _, _ in string.Formatter().parse(text) if one is not None]
+        except ValueError as error:
+            raise self.refuse(name, f"{text!r}: {error}; braces that are text are doubled: {{{{ }}}}") from None
+        for one in named:
+            if not one or one[0].isdigit() or set(one) & set("\"'\\\n{}"):
+                raise self.refuse(name, f"{text!r}: {{{one}}} names no field; braces that are text are doubled: {{{{ }}}}")
+            root = re.split(r"[.\[]", one)[0]
+            if fields is not None and root not in fields:
+                known = sorted(fields)
+                raise self.refuse(name, f"{text!r}: there is no field {root!r}{closest(root, known)}; fields: {', '.join(known)}")
+        return text
+
 
 class RewardFunction(Protocol):
     """A reward as a workflow sees it: never blocks the loop; raises an `Attributed` error instead of a silent 0."""
@@ -176,6 +230,16 @@ class RewardFunction(Protocol):
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> Awaitable[float | None]: ...
+
+
+class Environment(Protocol):
+    """A world as a workflow sees it, one per episode; its methods may block (`environments/api.py`)."""
+
+    def reset(self, data: Mapping[str, Any]) -> str: ...
+
+    def step(self, action: str) -> tuple[str, float, bool]: ...
+
+    def close(self) -> None: ...
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -200,6 +264,20 @@ class WorkflowContext:
     """Fields of `ModelRequest`: max_new_tokens, temperature, top_p, top_k, stop, stop_ids, greedy."""
     context_length: int = 0
     """Tokens that prompt and answer may have together; 0 = not known."""
+    environment: Callable[[str], Callable[[Mapping[str, Any]], Environment]] | None = None
+    """Name → class, which takes the options of an episode's environment. Raises UnknownName. None = there are none here."""
+    fields: frozenset[str] | None = None
+    """Names of the fields that the tasks have, as far as they are known before an episode runs."""
+    threads: Threads = field(default_factory=Threads)
+    """Where environments run: one for all workflows of a process, which counts those that hang."""
+    agents: Mapping[str, AgentConfig] = field(default_factory=dict)
+    """Programs that the workflow `agent` may run, by name: of this process's own configuration."""
+    door: Door | None = None
+    """Where they reach the policies; None = no episode runs in this process."""
+
+    def fields_with(self, *added: str) -> set[str] | None:
+        """The fields that a template may name: a task's own, its prompt and what the workflow adds; None = not known."""
+        return None if self.fields is None else {*self.fields, "prompt", *added}
 
     def request(self, input_ids: list[int], **overrides: Any) -> ModelRequest:
         """A request with the generation settings. Raises UserError that names a wrong setting."""
@@ -211,7 +289,8 @@ class WorkflowContext:
         try:
             return msgspec.convert(settings, ModelRequest)
         except msgspec.ValidationError as error:
-            raise UserError(f"generation: {error}") from None
+            name = str(error).rpartition("`$.")[2].partition("`")[0].partition("[")[0]
+            raise UserError(f"generation.{name}: {settings.get(name)!r}: {error}") from None
 
     async def score(self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]) -> Score:
         """Ask the reward. An error of the reward's boundary becomes part of the verdict; any other one passes through."""

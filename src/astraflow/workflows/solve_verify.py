@@ -1,97 +1,110 @@
 """Two policies: one solves, the other judges; a rejected solver tries again with that feedback.
 
-Every policy is credited for its own work: the solver for the correctness of its last answer, the verifier, per verdict,
-for agreeing with the truth. So each verdict is a segment of its own, and the attempts share the solver's segment.
+    solve_and_verify   up to `max_rounds` attempts in one context, each judged, until one is accepted
+    actor_and_verify   one verdict; when it rejects, one more attempt in a context of its own, which nobody judges
+
+By their own scores the solver is credited for the correctness of its last answer (per attempt where each has its own context) and
+the verifier, per verdict, for agreeing with the truth.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
-from astraflow.protocol.errors import AstraFlowError, UserError
-from astraflow.protocol.rollout import Finish, Trajectory
-from astraflow.workflows.api import EngineGroup, Episode, InferenceEngine, Options, RolloutWorkflow, Score, WorkflowContext, is_overlong
-from astraflow.workflows.conversation import Conversation, fill, messages_of
+from astraflow.workflows.api import EngineGroup, Episode, InferenceEngine, Options, RolloutWorkflow, Score, WorkflowContext
+from astraflow.workflows.conversation import Conversation
+from astraflow.workflows.roles import RULES, Role, Team, check_policies, fields_of
 
 VERIFY = "Problem:\n{problem}\n\nProposed solution:\n{answer}\n\nIs the solution right? Reply with yes or no only."
 FEEDBACK = "A reviewer judged this wrong. Look at it again and give a new solution in the same form."
+RETRY = (
+    "{problem}\n\nAn earlier solution:\n{answer}\n\nA reviewer rejected it:\n{verdict}\n\n"
+    "Look at both critically and give a new, whole solution in the form that the problem asks for."
+)
 
 
 class SolveAndVerify(RolloutWorkflow):
     """`policies: [solver, verifier]`.
 
-    Options: `max_rounds`; `correct` (reward from which a solution is true); `yes`, `no` (regular expressions at the start of a
-    verdict, case ignored; a verdict that is neither counts as a wrong one and as a rejection); templates `solver_template`
-    (fields of the task), `verifier_template` (those, `problem`, `answer`), `feedback_template` (those, `verdict`); `solver_system`,
-    `verifier_system`; `solver_generation`, `verifier_generation` (overrides per role).
+    Options: `credit` (own, shared, team, difference: a verdict is worth what became better by it); `max_rounds` (verdicts);
+    `separate` (each attempt has a context of its own, a segment with its own score); `retry_after_last` (the last rejection too gives
+    another attempt); `correct` (reward from which a solution is true); `yes`, `no` (regular expressions at the start of a
+    verdict, case ignored; a verdict that is neither counts as a wrong one and as a rejection); roles `solver` (fields of the task),
+    `verifier` (those, `problem`, `answer`); `feedback_template` (those, `verdict`): the solver's next turn.
     """
+
+    name, max_rounds, separate, retry_after_last = "solve_and_verify", 5, False, False
 
     def __init__(self, context: WorkflowContext) -> None:
         super().__init__(context)
-        if len(context.policies) != 2:
-            raise UserError(f"workflow 'solve_and_verify' policies: {context.policies}, expected [solver, verifier]")
-        self._solver, self._verifier = context.policies
-        options = Options("solve_and_verify", context.options)
-        self._max_rounds = options.take("max_rounds", 5)
+        check_policies(context, self.name, "solver", "verifier")
+        options = Options(self.name, context.options)
+        self._credit = options.take("credit", "own", RULES)
+        self._max_rounds = options.take("max_rounds", self.max_rounds, least=1)
+        self._separate = options.take("separate", self.separate)
+        self._retry_after_last = options.take("retry_after_last", self.retry_after_last)
         self._correct = options.take("correct", 1.0)
-        self._yes = re.compile(options.take("yes", r"\W*(yes|correct|right)\b"), re.IGNORECASE)
-        self._no = re.compile(options.take("no", r"\W*(no|incorrect|wrong)\b"), re.IGNORECASE)
-        self._solver_template = options.take("solver_template", "{prompt}")
-        self._verifier_template = options.take("verifier_template", VERIFY)
-        self._feedback_template = options.take("feedback_template", FEEDBACK)
-        self._solver_system = options.take("solver_system", "")
-        self._verifier_system = options.take("verifier_system", "")
-        self._solver_generation: dict[str, Any] = options.take("solver_generation", {})
-        self._verifier_generation: dict[str, Any] = options.take("verifier_generation", {})
+        self._yes = options.pattern("yes", r"\W*(yes|correct|right)\b", re.IGNORECASE)
+        self._no = options.pattern("no", r"\W*(no|incorrect|wrong)\b", re.IGNORECASE)
+        self._solver = Role.take(context, options, 0, "solver", adds=())
+        self._verifier = Role.take(context, options, 1, "verifier", VERIFY, adds=("problem", "answer"))
+        told = context.fields_with("problem", "answer", "verdict")
+        again = options.template("feedback_template", RETRY if self._separate else FEEDBACK, told)
+        self._again = replace(self._solver, template=again)
         options.done()
-        if self._max_rounds < 1:
-            raise UserError(f"workflow 'solve_and_verify' options.max_rounds: {self._max_rounds}, expected at least 1")
 
     async def arun_episode(self, engine: InferenceEngine | EngineGroup, data: dict[str, Any]) -> Episode:
-        solver = Conversation(self.context, self._solver, messages_of(data, self._solver_template, self._solver_system))
-        fields = {**data, "problem": solver.messages[-1]["content"]}
-        verdicts: list[tuple[Conversation, float]] = []
+        fields = fields_of(data)
+        attempts = [self._solver.open(data)]
+        scores: list[Score] = []
+        verdicts: list[tuple[Conversation, bool | None]] = []
         while True:
-            try:
-                fields["answer"] = await solver.answer(engine, **self._solver_generation)
-            except AstraFlowError as error:
-                if not (verdicts and is_overlong(error)):
-                    raise
+            speak = self._solver.go_on if verdicts else self._solver.answer
+            fields["answer"] = await speak(engine, attempts[-1])
+            if fields["answer"] is None:
                 break  # no room for another attempt: the last one counts
-            score = await solver.score(data)
-            if score.reward is None:
+            scores.append(await attempts[-1].score(data))
+            if scores[-1].reward is None or len(verdicts) == self._max_rounds:
                 break  # without a truth no verdict can be credited
-            verifier, accepted = await self._judge(engine, fields)
-            truth = score.reward >= self._correct
-            verdicts.append((verifier, float(accepted is truth)))
-            if accepted or len(verdicts) == self._max_rounds:
+            verdicts.append(await self._judge(engine, fields))
+            if verdicts[-1][1] or (len(verdicts) == self._max_rounds and not self._retry_after_last):
                 break
-            fields["verdict"] = verifier.last_text
-            solver.say({"role": "user", "content": fill(self._feedback_template, fields)})
-        return self._episode(solver, score, verdicts)
+            fields["verdict"] = verdicts[-1][0].last_text
+            if self._separate:
+                attempts.append(self._again.ask(fields))
+            else:
+                self._again.say(attempts[-1], fields)
+        return self._episode(attempts, scores, verdicts)
 
     async def _judge(self, engine: InferenceEngine | EngineGroup, fields: dict[str, Any]) -> tuple[Conversation, bool | None]:
         """The verifier's turn; its verdict, None when unreadable."""
-        opening = [{"role": "system", "content": self._verifier_system}] if self._verifier_system else []
-        question = {"role": "user", "content": fill(self._verifier_template, fields)}
-        verifier = Conversation(self.context, self._verifier, [*opening, question])
-        text = await verifier.answer(engine, **self._verifier_generation)
+        talk = self._verifier.ask(fields)
+        text = await self._verifier.answer(engine, talk)
         if self._yes.match(text):
-            return verifier, True
-        return verifier, False if self._no.match(text) else None
+            return talk, True
+        return talk, False if self._no.match(text) else None
+
+    def _episode(self, attempts: list[Conversation], scores: list[Score], verdicts: list[tuple[Conversation, bool | None]]) -> Episode:
+        team = Team(self._credit)
+        before: float | None = 0.0
+        for place, talk in enumerate(attempts):
+            own = scores[place] if self._separate and place < len(scores) else scores[-1]
+            team.add(talk, own.reward, without=before)
+            before = own.reward
+        right = []
+        for (talk, accepted), score in zip(verdicts, scores, strict=False):
+            assert score.reward is not None
+            right.append(float(accepted is (score.reward >= self._correct)))
+            team.add(talk, right[-1], without=score.reward)
+        metrics = {"rounds": float(len(verdicts))}
+        if right:
+            metrics["verdict_right"] = sum(right) / len(right)
+        return team.episode(scores[-1], **metrics)
 
 
-    def _episode(self, solver: Conversation, score: Score, verdicts: list[tuple[Conversation, float]]) -> Episode:
-        segments = solver.segments(score.reward, scored=True)
-        record = solver.record()
-        for verifier, credit in verdicts:
-            segments += verifier.segments(credit, scored=True)
-            record += verifier.record()
-        cut = any(talk.finish == "length" for talk in (solver, *(verifier for verifier, _ in verdicts)))
-        finish: Finish = "error" if score.error else "length" if cut else "stop"
-        trajectory = Trajectory(index=0, segments=segments, reward=score.reward, error=score.error, finish=finish)
-        metrics = {"rollout/rounds": float(len(verdicts)), "rollout/broken_prefix": float(solver.broken)}
-        if verdicts:
-            metrics["rollout/verdict_right"] = sum(credit for _, credit in verdicts) / len(verdicts)
-        return Episode(trajectory, record, metrics)
+class ActorAndVerify(SolveAndVerify):
+    """The same with other defaults: one verdict, and one retry in a context of its own when it rejects."""
+
+    name, max_rounds, separate, retry_after_last = "actor_and_verify", 1, True, True

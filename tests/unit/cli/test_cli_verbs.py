@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from astraflow import cli
+from astraflow.tools.bench import BENCHES
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,3 +98,31 @@ def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_overrides_are_told_from_files() -> None:
     assert cli.split_arguments(["a.yaml", "b.yaml", "x.y=1", "p=c.yaml"]) == (["a.yaml", "b.yaml"], ["x.y=1", "p=c.yaml"])
+
+
+def verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every verb of the command line, also below others."""
+    for name, below in getattr(command, "commands", {}).items():
+        yield (*path, name), below
+        yield from verbs(below, *path, name)
+
+
+def test_every_help_ends_with_examples_whose_options_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = {path: command for path, command in verbs(typer.main.get_command(cli.app)) if not hasattr(command, "commands")}
+    assert ("run",) in shown
+    for path, command in shown.items():
+        assert call(monkeypatch, *path, "--help") == 0
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+        examples = lines[lines.index("Examples:") + 1 :]
+        assert examples, path
+        for example in examples:
+            words = shlex.split(example)
+            assert tuple(words[: len(path) + 1]) == ("astraflow", *path), f"{example}: an example of another verb, or help after it"
+            command.make_context(path[-1], words[len(path) + 1 :])  # raises for an option or an argument that does not exist
+            assert all((ROOT / word).exists() for word in words if word.startswith(("recipes/", "assets/"))), example
+    said = {name: {shlex.split(line)[2] for line in shown[name,].epilog.split("\n\n")[1:]} for name in ("bench", "conformance", "list")}
+    assert said["bench"] == set(BENCHES.names())
+    assert said["conformance"] == {"dataflow", "raas", "trainer"}
+    for family in said["list"]:
+        assert call(monkeypatch, "list", family) == 0

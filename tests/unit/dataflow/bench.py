@@ -56,7 +56,8 @@ class Bench:
             )
         )  # fmt: skip
         self.timeline = reply.timeline
-        self.shelf.pool.register(RegisterRaaS(instance_id="r", url="http://r", models=["m"], total_slots=64, incarnation="one"), 0.0)
+        record = RegisterRaaS(instance_id="r", url="http://127.0.0.1:9", models=["m"], total_slots=64, incarnation="one")
+        self.shelf.pool.register(record, 0.0)
         self.serves(version)
         self.shelf.pool.catch_up(lambda instance: True)
         return self
@@ -85,6 +86,17 @@ class Bench:
     async def train(self, version: int, checkpoint: int = -1) -> int:
         message = NotifyVersion(model_id="m", timeline=self.timeline, version=version, digest=f"d{version}", checkpoint_version=checkpoint)
         return (await self.service.trainers.notify(message)).trained
+
+    async def fates(self) -> list[str]:
+        """Leases under `filter_zero_adv`: two trained, one of equal rewards, one unscored; the others run."""
+        leases = await self.lease()
+        await self.deliver(leases[0], [0.0, 1.0])
+        await self.deliver(leases[1], [1.0, 0.0])
+        await self.deliver(leases[2], [1.0, 1.0])
+        await self.deliver(leases[3], [None, None])
+        assert (await self.ask(0)).kind == "batch"
+        await self.train(1)
+        return leases
 
     async def back(self, version: int, digest: str = "") -> None:
         """Another trainer process attaches, at what it found in its checkpoint."""

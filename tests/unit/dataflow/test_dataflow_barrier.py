@@ -30,6 +30,18 @@ def serving(version: int, digest: str, timeline: int = 0) -> Serving:
     return Serving(timeline=timeline, version=version, digest=digest)
 
 
+def test_instances_are_spread_over_the_senders_of_a_trainer_and_keep_theirs() -> None:
+    b = barrier("a")
+    message = ready()
+    message.more_senders = ["http://y", "http://z"]
+    b.ready(message, 0.0)
+    first = {f"raas-{number}": b.sender_for("a", f"raas-{number}") for number in range(30)}
+    assert set(first.values()) == {"http://x", "http://y", "http://z"}
+    assert first == {name: b.sender_for("a", name) for name in first}
+    b.ready(ready(recovered=0), 1.0)
+    assert {b.sender_for("a", name) for name in first} == {"http://x"}, "another trainer has taken its place, on one node"
+
+
 def test_duplicate_and_late_notices_change_nothing() -> None:
     b = barrier("a")
     b.ready(ready(), 0.0)
@@ -267,3 +279,28 @@ def test_what_comes_late_of_a_process_that_was_replaced_takes_nothing_from_its_s
         b.ready(old, 2.0)
     assert b.ready(new, 3.0).version == 0
     assert b.models["a"].incarnation == "p2"
+
+
+def test_a_wanted_checkpoint_is_open_until_that_version_or_a_later_one_is_on_disk() -> None:
+    b = barrier("a", "b")
+    with pytest.raises(Conflict, match="model a: its trainer is not ready, so it writes no checkpoint"):
+        b.want_checkpoint("a")
+    for name in ("a", "b"):
+        b.ready(ready(name), 0.0)
+    b.notify(notice(3), 1.0)
+    assert b.want_checkpoint("") == {"a": 3, "b": 0}
+    b.ready(ready("b", checkpoint=0), 2.0)
+    assert {info.model_id: info.checkpoint_wanted for info in b.info(2.0)} == {"a": 3, "b": -1}
+    late = notice(4)
+    late.checkpoint_version = 2
+    b.notify(late, 3.0)
+    assert b.models["a"].checkpoint_wanted == 3, "an older one that ended meanwhile"
+    done = notice(4)
+    done.checkpoint_version = 4
+    assert b.notify(done, 4.0).kind == "duplicate"
+    assert b.models["a"].checkpoint_wanted == -1
+    assert b.want_checkpoint("a") == {}, "the newest version is on disk already"
+    b.notify(notice(5), 5.0)
+    b.want_checkpoint("a")
+    b.ready(ready(recovered=4, digest="other", checkpoint=4), 6.0)
+    assert b.models["a"].checkpoint_wanted == -1, "its timeline is dead"

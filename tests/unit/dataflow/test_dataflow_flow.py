@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from astraflow.dataflow.buffer import make_entry
 from astraflow.dataflow.flow import Flow
+from astraflow.dataflow.logbook import Logbook
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.protocol import codec
 from astraflow.protocol.rollout import Delivery
-from astraflow.tools.logbook import Logbook
 
 _spec = importlib.util.spec_from_file_location("dataflow_bench_flow", Path(__file__).with_name("bench.py"))
 assert _spec is not None

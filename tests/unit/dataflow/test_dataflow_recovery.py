@@ -132,6 +132,27 @@ def test_leases_of_a_lost_submit_run_again_and_those_of_a_lost_reply_go_on(tmp_p
     run(scene)
 
 
+def test_a_lease_that_cannot_be_sent_is_dropped_and_the_others_go_elsewhere(tmp_path: Path) -> None:
+    class Encoding:
+        async def call(self, route: object, request: object, **options: object) -> None:
+            codec.encode(request)
+            raise AssertionError("it can be sent")
+
+    async def scene() -> None:
+        bench = await Bench(tmp_path).start()
+        ((name, rows),) = (await bench.service.acquisition._plan()).items()
+        bench.shelf.leases.data[rows[1].lease_id] = {"x": [10**25]}
+        bench.service.fleet._clients[name] = Encoding()
+        await bench.service.acquisition._submit(name, rows)
+        assert bench.shelf.ledger.snapshot.dropped == {"unsendable": 2}
+        assert sorted(bench.shelf.leases.pending) == [row.lease_id for row in rows if row is not rows[1]]
+        assert not bench.shelf.pool.instances[name].held
+        assert any("field `x.0` cannot be sent" in text for text in map(str, bench.shelf.events))
+        bench.close()
+
+    run(scene)
+
+
 def test_a_notice_lost_between_checkpoint_and_kill_is_made_up_for_by_ready(tmp_path: Path) -> None:
     async def scene() -> None:
         bench = await Bench(tmp_path).start()

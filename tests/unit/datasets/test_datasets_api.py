@@ -7,6 +7,7 @@ import pytest
 
 from astraflow.datasets.api import DATASETS, load, register_dataset, task_id
 from astraflow.datasets.config import DatasetConfig, ValidDatasetConfig
+from astraflow.lib.jsonl import BadRow
 from astraflow.protocol.errors import ConfigError, UnknownName
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"answer": "1", "prompt": "a"}, {"prompt": "b", "answer": "2"}]
@@ -48,6 +49,12 @@ def test_a_misspelt_loader_names_the_closest_and_an_empty_one_is_refused():
     register_dataset("no_rows")(lambda config, seed: [])
     with pytest.raises(ConfigError, match="no_rows"):
         load(DatasetConfig(loader="no_rows"))
+
+
+def test_what_a_loader_of_one_s_own_gives_must_be_sendable_too():
+    register_dataset("big_rows")(lambda config, seed: [{"prompt": "a"}, {"prompt": "b", "x": [10**25]}])
+    with pytest.raises(BadRow, match=r"'big_rows': task 2: field `x\.0` cannot be sent: an integer beyond 64 bits"):
+        load(DatasetConfig(loader="big_rows"))
 
 
 def test_every_listed_loader_is_there():

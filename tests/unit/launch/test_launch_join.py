@@ -6,6 +6,7 @@ import http.server
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,6 +46,19 @@ def test_files_of_the_jobs_own_machine_need_not_be_here(told: dict[str, object])
 def test_a_model_must_be_here(told: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"^models\.default\.path: '/nowhere': no such directory.*override"):
         from_wire(told, ["models.default.path=/nowhere"])
+
+
+def test_whatever_answers_names_no_code_for_this_machine(told: dict[str, Any]) -> None:
+    told["raas"] |= {name: {"x": "os:system"} for name in ("workflows", "reward_functions", "environments")}
+    told["raas"]["agents"] = {"x": {"command": ["touch", "/tmp/x"]}}
+    told["plugins"], told["trackers"] = ["antigravity"], {"os:system": {}}
+    joined = from_wire(told, ["raas.environments={mine: 'mine:Door'}"]).experiment
+    assert (joined.plugins, joined.trackers, joined.raas.workflows, joined.raas.reward_functions) == ([], {}, {}, {})
+    assert (joined.raas.agents, joined.raas.environments) == ({}, {"mine": "mine:Door"}), "this side's own are another matter"
+    told["raas"]["engine"]["kind"] = "os:system"
+    with pytest.raises(ConfigError, match=r"^raas\.engine\.kind: the job says 'os:system', which is code"):
+        from_wire(told)
+    assert from_wire(told, ["raas.engine.kind=scripted"]).experiment.raas.engine.kind == "scripted"
 
 
 @pytest.fixture

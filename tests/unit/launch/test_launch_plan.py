@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.config.sections import LaunchConfig, RestartConfig
-from astraflow.launch.plan import ProcessSpec, Restart, RunBook, Terminate, thread_env
+from astraflow.launch.plan import LEAVE_S, ProcessSpec, Restart, RunBook, Terminate, thread_env
 
 LAUNCH = LaunchConfig(restart=RestartConfig(limit=2, first_s=1.0, max_s=3.0, window_s=100.0), drain_s=60.0, end_s=20.0, term_s=5.0)
 NAMES = ("dataflow", "raas-0", "raas-1", "trainer-a")
@@ -26,6 +29,22 @@ def test_a_run_ends_when_trainers_and_dataflow_and_then_the_rest_have_ended() ->
     run.exited("raas-0", 0, 3.0)
     run.exited("raas-1", 0, 3.0)
     assert (run.phase, run.exit_code(), run.failure) == ("over", 0, "")
+
+
+def test_a_run_whose_trainers_are_started_elsewhere_ends_when_dataflow_does() -> None:
+    specs = [ProcessSpec(name, name.split("-")[0], (), {}) for name in NAMES[:3]]  # type: ignore[arg-type]
+    run = RunBook(specs, msgspec.structs.replace(LAUNCH, trainers=False))
+    run.exited("raas-0", -9, 1.0)
+    run.restarted("raas-0")
+    assert (run.phase, run.tick(1000.0)) == ("up", [])
+    for name in NAMES[:3]:
+        run.exited(name, 0, 1001.0)
+    assert (run.phase, run.exit_code(), run.failure) == ("over", 0, "")
+    left = RunBook(specs, msgspec.structs.replace(LAUNCH, trainers=False))
+    left.interrupted(1.0)
+    (end,) = left.tick(1.0 + LEAVE_S)
+    assert isinstance(end, Terminate)
+    assert end.names == NAMES[:3], "there is no trainer here to wait for"
 
 
 def test_a_dead_process_is_restarted_with_growing_pauses_and_named() -> None:
@@ -266,7 +285,9 @@ def test_every_schedule_of_ends_reaches_the_end(schedule: list[tuple[str, int]])
     assert run.phase == "over"
     assert not any(process.alive for process in run.processes.values())
     if run.exit_code() == 0:
-        assert all(process.exit_codes[-1] == 0 for process in run.processes.values() if process.exit_codes)
+        last = {name: process.exit_codes[-1] for name, process in run.processes.items() if process.exit_codes}
+        asked = -signal.SIGTERM if run.drained else 0  # a process that was told to end before it could listen
+        assert all(code in (0, asked) or run.processes[name].called_off for name, code in last.items()), last
 
 
 def test_threads_are_told_to_every_numeric_library() -> None:

@@ -5,7 +5,19 @@ import contextlib
 
 import pytest
 
-from astraflow.lib.aio import Backoff, Tasks, Waits, deadline, one_line, poll_until
+from astraflow.lib.aio import (
+    Backoff,
+    Contained,
+    Escaped,
+    Tasks,
+    Waits,
+    contain_tasks,
+    contained,
+    deadline,
+    in_daemon_thread,
+    one_line,
+    poll_until,
+)
 from astraflow.protocol.errors import DeadlinePassed, Unavailable
 
 
@@ -147,6 +159,12 @@ def test_an_error_fits_on_one_line() -> None:
     assert one_line(ValueError("x")) == "ValueError: x"
     assert one_line(TimeoutError()) == "TimeoutError"
 
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    assert one_line(Unreadable()) == "Unreadable: its text cannot be read: SystemExit"
+
 
 def test_a_noted_wait_keeps_its_age_until_it_waits_for_somebody_else_or_is_over() -> None:
     now = [100.0]
@@ -163,3 +181,87 @@ def test_a_noted_wait_keeps_its_age_until_it_waits_for_somebody_else_or_is_over(
     waits.over("eval")
     waits.over("eval")
     assert waits.edges() == []
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+FATAL = (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseExceptionGroup("both", [SystemExit(3)]))
+
+
+@pytest.mark.parametrize("error", FATAL, ids=lambda error: type(error).__name__)
+def test_what_would_end_the_loop_is_an_exception_of_the_task_and_of_the_thread(error: BaseException) -> None:
+    async def breaks() -> None:
+        await asyncio.sleep(0)
+        raises(error)
+
+    async def scenario() -> None:
+        for task in (asyncio.create_task(Contained(breaks())), asyncio.create_task(in_daemon_thread(lambda: raises(error), "test"))):
+            with pytest.raises(Escaped, match=type(error).__name__) as caught:
+                await task
+            assert caught.value.__cause__ is error
+            assert one_line(caught.value).startswith(type(error).__name__)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [StopIteration(), asyncio.CancelledError(), GeneratorExit()], ids=lambda error: type(error).__name__)
+def test_a_thread_that_raises_what_no_future_takes_still_ends(error: BaseException) -> None:
+    with pytest.raises(Escaped):
+        asyncio.run(in_daemon_thread(lambda: raises(error), "test"))
+
+
+def test_a_contained_coroutine_returns_raises_and_is_cancelled_as_before(recwarn: pytest.WarningsRecorder) -> None:
+    ended: list[str] = []
+
+    async def waits() -> int:
+        try:
+            await asyncio.sleep(0)
+            await asyncio.Event().wait()
+        finally:
+            ended.append("yes")
+        return 1
+
+    async def gives(value: int) -> int:
+        await asyncio.sleep(0)
+        return value // value
+
+    async def scenario() -> None:
+        assert await Contained(gives(3)) == 1
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.create_task(Contained(gives(0)))
+        for steps in (0, 3):  # before its first step, and inside
+            task = asyncio.create_task(Contained(waits()))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(scenario())
+    assert ended == ["yes"]
+    closed = contained(waits)
+    closed.send(None)
+    closed.close()
+    with pytest.raises(GeneratorExit):
+        contained(waits).throw(GeneratorExit)
+    assert ended == ["yes", "yes"]
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+def test_tasks_are_contained_only_where_that_was_asked_for() -> None:
+    async def scenario() -> None:
+        inside = False
+        contain_tasks(asyncio.get_running_loop(), lambda: inside)
+        plain = asyncio.create_task(asyncio.sleep(0), name="plain")
+        inside = True
+        with pytest.raises(Escaped):
+            await asyncio.gather(asyncio.wait_for(exits(), 60))
+        assert isinstance(asyncio.create_task(asyncio.sleep(0)).get_coro(), Contained)
+        assert (plain.get_name(), isinstance(plain.get_coro(), Contained)) == ("plain", False)
+
+    async def exits() -> None:
+        raises(SystemExit(3))
+
+    asyncio.run(scenario())

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import base64
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from astraflow.lib.auth import load_or_make_token, read_token, same_token, token_required
+from astraflow.lib.auth import given_token, load_or_make_token, read_token, same_token, token_required
 from astraflow.protocol.errors import ConfigError
 
 
@@ -43,3 +44,10 @@ def test_only_loopback_goes_without_a_token() -> None:
     assert not token_required("::1")
     assert token_required("0.0.0.0")
     assert token_required("10.1.2.3")
+
+
+def test_the_token_is_also_the_password_of_an_address() -> None:
+    """Clients that can only be given `http://any:TOKEN@host:port` send it as Basic."""
+    basic = base64.b64encode(b"any:a:token").decode()
+    headers = {"Bearer x": "x", "bearer  x ": "x", f"Basic {basic}": "a:token", "Basic !": "", "Basic /w==": "", "Digest x": "", "": ""}
+    assert {header: given_token(header) for header in headers} == headers

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from astraflow.lib.net import (
     bare_host,
+    check_url,
     free_port,
     host_port,
     http_url,
@@ -111,3 +112,48 @@ def test_a_service_on_the_ipv6_loopback_answers(host: str) -> None:
 def test_bind_takes_the_bare_address() -> None:
     assert bare_host("[fd00::12]") == "fd00::12"
     assert bare_host("fd00::12") == "fd00::12"
+
+
+STRANGE = (
+    ("ftp://host:1", "expected http://host:port"),
+    ("host:1", "expected http://host:port"),
+    ("http://host", "port"),
+    ("http://host:0", "port"),
+    ("http://host:99999", "port"),
+    ("http://:80", "expected http://host:port"),
+    ("http://host:1/path", "expected http://host:port"),
+    ("http://host:1?a=b", "expected http://host:port"),
+    ("http://host:1#a", "expected http://host:port"),
+    ("http://user:word@host:1", "holds a user name or password"),
+    ("http://a b:1", "plain characters"),
+    ("http://h\u00f6st:1", "plain characters"),
+    ("http://host:1\r\nX: y", "plain characters"),
+    ("http://x..y:1", "no name of a host"),
+    (f"http://{'a' * 64}:1", "no name of a host"),
+    ("http://2130706433:1", "no name of a host"),
+    ("http://0x7f000001:1", "no name of a host"),
+    ("http://[::1:1", "expected http://host:port"),
+    ("http://0.0.0.0:1", "no address of a service"),
+    ("http://169.254.169.254:80", "no address of a service"),
+    ("http://[fe80::1]:80", "no address of a service"),
+    ("http://224.0.0.1:80", "no address of a service"),
+    (f"http://{'a' * 2100}:1", "plain characters"),
+)
+
+
+def test_an_address_that_no_service_of_the_cluster_has_is_refused_in_one_line() -> None:
+    for url, said in STRANGE:
+        with pytest.raises(ConfigError, match=f"^url .*{said}") as refused:
+            check_url(url, "url")
+        assert "\n" not in str(refused.value)
+        assert "user:word" not in str(refused.value)
+
+
+def test_addresses_of_services_pass_and_without_a_token_only_those_of_this_machine() -> None:
+    for url in ("http://127.0.0.1:80", "https://raas-0.example:8900", "http://[::1]:1/", "http://10.0.0.7:65535", "http://a_b:1"):
+        assert check_url(url, "url") == url.rstrip("/")
+    for url in ("http://127.0.0.9:80", "http://localhost:80", "http://[::1]:80"):
+        assert check_url(url, "url", this_machine=True) == url
+    for url in ("http://10.0.0.7:80", "http://raas-0:80"):
+        with pytest.raises(ConfigError, match="points off this machine"):
+            check_url(url, "url", this_machine=True)

@@ -165,7 +165,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(announced: bool) -> N
         assert response.status_code == 413
         assert error_of(response).error == "TooLarge"
         assert "100000" in error_of(response).message
-        fits = await http.post("/ready", content=codec.encode(msgspec.structs.replace(READY, digest="x" * 90_000)))
+        fits = await http.post("/ready", content=codec.encode(msgspec.to_builtins(READY) | {"unknown": "x" * 90_000}))
         assert fits.status_code == 200
 
     serve(dataflow(max_body_bytes=100_000), scenario)

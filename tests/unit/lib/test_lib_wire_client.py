@@ -69,7 +69,7 @@ def with_both_clients(server: Server, identity: Identity, scenario: Callable[[Ca
 
 def test_calls_carry_our_identity_and_replies_that_of_the_other_side() -> None:
     async def scenario(call: Caller, raw: Caller) -> None:
-        reply = await call(SenderAPI.get_version, timeout_s=10)
+        reply = await call(SenderAPI.get_version, timeout_s=60)
         assert (reply.version, reply.model_id, reply.run_id) == (7, RUN.incarnation, "run-1")
         assert reply.incarnation == "other-life"
 
@@ -82,7 +82,7 @@ def test_get_requests_travel_as_query_parameters_of_every_plain_type() -> None:
         return BatchReply(kind="wait", reason=repr((request.model_id, request.timeline, request.version, request.wait_s)))
 
     async def scenario(call: Caller, raw: Caller) -> None:
-        reply = await call(DataflowAPI.batch, BatchRequest(model_id="a&b=ü ", timeline=-1, version=3, wait_s=0.5), timeout_s=10)
+        reply = await call(DataflowAPI.batch, BatchRequest(model_id="a&b=ü ", timeline=-1, version=3, wait_s=0.5), timeout_s=60)
         assert reply.reason == repr(("a&b=ü ", -1, 3, 0.5))
 
     with_both_clients(Server("dataflow", DataflowAPI, handlers(DataflowAPI, batch=batch), RUN), RUN, scenario)
@@ -98,7 +98,7 @@ def test_every_error_class_arrives_as_itself(kind: str) -> None:
         await server.start()
         async with Client(server.url, RUN) as client:
             with pytest.raises(AstraFlowError, match=r"^one line$") as caught:
-                await client.call(SenderAPI.get_version, timeout_s=10)
+                await client.call(SenderAPI.get_version, timeout_s=60)
         assert type(caught.value) is errors.BY_NAME[kind]
         await server.stop()
 
@@ -111,7 +111,7 @@ def test_a_failure_of_the_other_side_carries_its_name() -> None:
 
     async def scenario(call: Caller, raw: Caller) -> None:
         with pytest.raises(RemoteError, match=r"sender of default: KeyError: 'key' \[http://127\.0\.0\.1:\d+\]"):
-            await call(SenderAPI.get_version, timeout_s=10)
+            await call(SenderAPI.get_version, timeout_s=60)
 
     with_both_clients(Server("sender of default", SenderAPI, handlers(SenderAPI, get_version=fails), RUN), RUN, scenario)
 
@@ -134,11 +134,11 @@ def test_nobody_there_is_unavailable_and_may_be_tried_again() -> None:
     async def scenario() -> None:
         async with Client(url, RUN) as client:
             with pytest.raises(Unavailable, match="/get_version at http://127"):
-                await client.call(SenderAPI.get_version, timeout_s=10)
+                await client.call(SenderAPI.get_version, timeout_s=60)
 
     asyncio.run(scenario())
     with SyncClient(url, RUN) as client, pytest.raises(Unavailable, match="/get_version at http://127"):
-        client.call(SenderAPI.get_version, timeout_s=10)
+        client.call(SenderAPI.get_version, timeout_s=60)
 
 
 def test_a_service_that_comes_back_at_its_address_is_reached_again_as_a_new_life() -> None:
@@ -151,7 +151,7 @@ def test_a_service_that_comes_back_at_its_address_is_reached_again_as_a_new_life
             await server.start()
             port = server.port
             client = client or Client(server.url, RUN)
-            seen.append((await client.call(SenderAPI.get_version, timeout_s=10)).incarnation)
+            seen.append((await client.call(SenderAPI.get_version, timeout_s=60)).incarnation)
             await server.stop()
         assert seen == [life.incarnation for life in lives]
         assert client is not None
@@ -167,10 +167,10 @@ def test_a_wrong_token_is_refused_and_the_right_one_passes(given: str) -> None:
     async def scenario() -> None:
         await server.start()
         async with Client(server.url, Identity("run-1", "y", "secret")) as client:
-            await client.call(SenderAPI.get_version, timeout_s=10)
+            await client.call(SenderAPI.get_version, timeout_s=60)
         async with Client(server.url, Identity("run-1", "y", given)) as client:
             with pytest.raises(AuthError):
-                await client.call(SenderAPI.get_version, timeout_s=10)
+                await client.call(SenderAPI.get_version, timeout_s=60)
         await server.stop()
 
     asyncio.run(scenario())
@@ -182,9 +182,9 @@ def test_another_run_is_refused_on_both_ways_and_a_joining_peer_learns_its_run()
         await server.start()
         async with Client(server.url, new_identity("run-2")) as client:
             with pytest.raises(WrongRun, match="run-2"):
-                await client.call(SenderAPI.get_version, timeout_s=10)
+                await client.call(SenderAPI.get_version, timeout_s=60)
         async with Client(server.url, new_identity("")) as client:
-            assert (await client.call(SenderAPI.get_version, timeout_s=10)).run_id == "run-1"
+            assert (await client.call(SenderAPI.get_version, timeout_s=60)).run_id == "run-1"
         await server.stop()
 
     asyncio.run(scenario())
@@ -196,7 +196,7 @@ def test_raw_bytes_come_by_reference_whatever_its_letters() -> None:
 
     async def scenario(call: Caller, raw: Caller) -> None:
         for ref in ("abc", "ü b", "a%2Fb", "a?b#c"):
-            assert await raw(RaaSAPI.record, ref, timeout_s=10) == ref.encode()
+            assert await raw(RaaSAPI.record, ref, timeout_s=60) == ref.encode()
 
     with_both_clients(Server("raas", RaaSAPI, handlers(RaaSAPI, record=record), RUN), RUN, scenario)
 
@@ -221,7 +221,7 @@ def test_environment_proxies_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ALL_PROXY", "http://192.0.2.1:9")
 
     async def scenario(call: Caller, raw: Caller) -> None:
-        await call(SenderAPI.get_version, timeout_s=10)
+        await call(SenderAPI.get_version, timeout_s=60)
 
     with_both_clients(Server("sender", SenderAPI, handlers(SenderAPI, get_version=version), RUN), RUN, scenario)
 
@@ -270,7 +270,7 @@ def test_whatever_answers_at_the_address_becomes_one_of_our_errors(payload: byte
     async def scenario(url: str) -> None:
         async with Client(url, RUN) as client:
             with pytest.raises(AstraFlowError) as caught:
-                await client.call(SenderAPI.get_version, timeout_s=10)
+                await client.call(SenderAPI.get_version, timeout_s=60)
             assert type(caught.value) is kind
 
     url, thread = answer_once(payload)
@@ -279,7 +279,7 @@ def test_whatever_answers_at_the_address_becomes_one_of_our_errors(payload: byte
     url, thread = answer_once(payload)
     with SyncClient(url, RUN) as client:
         with pytest.raises(AstraFlowError) as caught:
-            client.call(SenderAPI.get_version, timeout_s=10)
+            client.call(SenderAPI.get_version, timeout_s=60)
         assert type(caught.value) is kind
     thread.join(10)
 
@@ -306,8 +306,8 @@ def test_closing_leaves_nothing_behind() -> None:
         server = Server("sender", SenderAPI, handlers(SenderAPI, get_version=version), RUN)
         await server.start()
         client, blocking = Client(server.url, RUN), SyncClient(server.url, RUN)
-        await asyncio.gather(*(client.call(SenderAPI.get_version, timeout_s=10) for _ in range(20)))
-        await asyncio.to_thread(blocking.call, SenderAPI.get_version, timeout_s=10)
+        await asyncio.gather(*(client.call(SenderAPI.get_version, timeout_s=60) for _ in range(20)))
+        await asyncio.to_thread(blocking.call, SenderAPI.get_version, timeout_s=60)
         await client.close()
         blocking.close()
         await server.stop()

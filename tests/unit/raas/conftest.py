@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from astraflow.lib.aio import Tasks
+from astraflow.lib.metrics import Counter
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.protocol.codec import decode
 from astraflow.protocol.rollout import Group, Lease, Pull, RegisterWorkflow, WorkflowSpec
@@ -18,11 +19,13 @@ from astraflow.raas.config import EngineConfig, GenerationConfig, RewardsConfig
 from astraflow.raas.engines.base import EngineSetup
 from astraflow.raas.engines.scripted import ScriptedEngine
 from astraflow.raas.executor import Executor
+from astraflow.raas.gateway.door import Door
 from astraflow.raas.models import ServedModel
 from astraflow.raas.outbox import Outbox
 from astraflow.raas.programs import Programs
 from astraflow.raas.records import Records
 from astraflow.raas.slots import SlotBook
+from astraflow.workflows.config import AgentConfig
 
 CHARS = Path(__file__).parents[2] / "data" / "chars-model"
 
@@ -52,6 +55,9 @@ class Rig:
     programs: Programs
     engine: ScriptedEngine
     tasks: Tasks
+    door: Door
+    urls: list[str]
+    """Where the door is reached; a test that serves it puts the address here."""
     failures: list[str] = field(default_factory=list)
 
     def lease(self, lease_id: str = "l1", workflow: str = "w", n: int = 1, **fields: Any) -> Lease:
@@ -92,14 +98,17 @@ def rig(tmp_path: Path) -> Callable[..., Rig]:
         retries: int = 2,
         grace_s: float = 0.2,
         plugins: list[str] | None = None,
+        agents: dict[str, AgentConfig] | None = None,
         **options: Any,
     ) -> Rig:
         engine = scripted_engine(context, **options)
         models = {"default": ServedModel("default", engine, engine._setup.tokenizer, context)}
         failures: list[str] = []
         tasks = Tasks(lambda name, error: failures.append(f"{name}: {error!r}"))
-        generation = GenerationConfig(max_new_tokens=16)
-        programs = Programs(models, generation, RewardsConfig(workers=1, deadline_s=60.0), plugins=plugins)
+        generation = GenerationConfig(max_new_tokens=max(16, context // 16))
+        urls: list[str] = []
+        door = Door(lambda: urls[-1], Counter())
+        programs = Programs(models, generation, RewardsConfig(workers=1, deadline_s=60.0), plugins=plugins, agents=agents, door=door)
         executor = Executor(
             "raas0",
             models=models,
@@ -111,6 +120,6 @@ def rig(tmp_path: Path) -> Callable[..., Rig]:
             engine_retries=retries,
             cancel_grace_s=grace_s,
         )
-        return Rig(executor, programs, engine, tasks, failures)
+        return Rig(executor, programs, engine, tasks, door, urls, failures)
 
     return make

@@ -49,6 +49,26 @@ def test_logits_equal_a_hugging_face_forward(tmp_path: Path, name: str) -> None:
     assert (logits - wanted).abs().max() < 1e-4
 
 
+def test_ragged_prompts_attend_in_one_call_and_far_longer_ones_in_their_own(tmp_path: Path) -> None:
+    published = Published(tmp_path)
+    core = published.core()
+    generator = random.Random(1)
+    lengths = [20, 31, 24, 20, 120, 28, 29, 22, 30, 31]
+    rows = [[generator.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+    sequences = [Sequence(str(n), ModelRequest(input_ids=row, max_new_tokens=1), row, len(row), frozenset()) for n, row in enumerate(rows)]
+    slots = Scheduler(Slots(16, 4096), 16)
+    for sequence in sequences:
+        slots.submit(sequence)
+    for resize in slots.admit()[1]:
+        core.model.kv.resize(resize)
+    segments = share(sequences)
+    blocks = core.model._prepare(segments).blocks
+    assert [(block.count, block.queries, block.padded is not None) for block in blocks] == [(4, 31, True), (1, 120, False), (5, 31, True)]
+    logits = core.model.forward(segments)
+    wanted = torch.stack([row[length - 1] for row, length in zip(published.log_probs(0, rows), lengths, strict=True)])
+    assert (logits - wanted).abs().max() < 1e-4
+
+
 @pytest.fixture(scope="module")
 def three_versions(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return Published(tmp_path_factory.mktemp("versions"), versions=3)
@@ -69,6 +89,8 @@ def test_every_token_has_the_log_prob_of_its_own_version(three_versions: Publish
     core = three_versions.core()
     done = rollouts(core, three_versions)
     assert len(done) == 240
+    for temperature in (0.7, 1.0, 1.3):
+        assert sum(len(response.output_ids) for request, response in done if request.temperature == temperature) > 700
     assert core.counts["recomputed_tokens"] > 500
     assert core.counts["prefix_hit_tokens"] > 2000
     assert core.counts["shared_tokens"] > 500
@@ -85,12 +107,14 @@ def test_every_token_has_the_log_prob_of_its_own_version(three_versions: Publish
 def test_a_kept_cache_fails_the_oracle_but_only_behind_the_switch(three_versions: Published) -> None:
     done = rollouts(three_versions.core(kv_on_update="keep"), three_versions)
     assert worst_error(three_versions, done, list) > 1e-2
+    cuts: list[tuple[ModelRequest, ModelResponse]] = []
     for request, response in done:
-        before = [version for version in response.versions if version == response.versions[0]]
-        n = len(before)
-        cut = ModelResponse(output_ids=response.output_ids[:n], logprobs=response.logprobs[:n], versions=before, finish="length")
-        if n < len(response.versions):
-            assert worst_error(three_versions, [(request, cut)], list) < 1e-4
+        n = response.versions.count(response.versions[0])
+        columns = {"output_ids": response.output_ids[:n], "logprobs": response.logprobs[:n], "versions": response.versions[:n]}
+        cuts.append((request, ModelResponse(**columns, finish="length")))
+    assert sum(len(cut.versions) < request.max_new_tokens for request, cut in cuts) > 20, "an update came in the middle of these"
+    assert sum(len(cut.versions) for _, cut in cuts) > 1000
+    assert worst_error(three_versions, cuts, list) < 1e-4
 
 
 def test_stale_prefixes_fail_the_oracle(three_versions: Published) -> None:
@@ -103,6 +127,27 @@ def test_chunked_prefill_and_a_crowded_cache_change_nothing(three_versions: Publ
     assert worst_error(three_versions, rollouts(core, three_versions), list) < 1e-4
 
 
+def test_a_next_turn_computes_only_what_is_new_until_weights_change(three_versions: Published) -> None:
+    core = three_versions.core()
+
+    def say(turn: str, context: list[int]) -> list[int]:
+        """One model call; its context is checked token by token."""
+        request = ModelRequest(input_ids=context, max_new_tokens=12, seed=len(context))
+        assert core.submit(turn, request) is None
+        response = finish(core)[turn]
+        assert worst_error(three_versions, [(request, response)], list) < 1e-4
+        return context + response.output_ids
+
+    context = say("first", list(range(10, 40)))
+    context = say("second", [*context, 50, 51, 52])
+    # The last token of a turn is returned, never computed; all others are there.
+    assert core.counts["prefix_hit_tokens"] == 30 + 12 - 1
+    assert core.counts["prefill_tokens"] == 30 + 1 + 3
+    three_versions.load(core, 1)
+    say("third", [*context, 53])
+    assert core.counts["prefix_hit_tokens"] == 30 + 12 - 1, "keys of other weights are not touched"
+
+
 def test_fused_attention_computes_the_same(three_versions: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_model, "EXPLICIT_SCORES", 0)
     assert worst_error(three_versions, rollouts(three_versions.core(), three_versions), list) < 1e-4
@@ -111,7 +156,7 @@ def test_fused_attention_computes_the_same(three_versions: Published, monkeypatc
 def test_bf16_compute_stays_near_the_published_words(three_versions: Published) -> None:
     core = three_versions.core(dtype="bfloat16")
     done = rollouts(core, three_versions)
-    assert core.model.weights.by_name["model.norm.weight"].dtype == torch.bfloat16
+    assert core.model.weights.norm.dtype == torch.bfloat16
     assert 1e-4 < worst_error(three_versions, done, list) < 0.5
 
 
@@ -218,17 +263,22 @@ def test_a_bad_request_fails_alone(three_versions: Published) -> None:
 
 def test_weights_that_are_not_finite_fail_requests_and_the_next_load_heals(three_versions: Published, tmp_path: Path) -> None:
     words = {name: parameter.detach().clone() for name, parameter in three_versions.models[0].named_parameters()}
-    words["model.norm.weight"].fill_(float("nan"))
+    words["model.layers.0.input_layernorm.weight"].fill_(float("nan"))
     save_file(words, tmp_path / "nan.safetensors")
     core = three_versions.core()
     assert isinstance(core.load(str(tmp_path / "nan.safetensors"), timeline=1, version=1, digest=""), Loaded)
-    core.submit("a", ModelRequest(input_ids=[5], max_new_tokens=3))
-    answer = finish(core)["a"]
+    core.submit("long", ModelRequest(input_ids=[5] * 40, max_new_tokens=3))
+    answer = finish(core)["long"]
     assert answer.kind == "engine"
     assert "version 1" in answer.message
     three_versions.load(core, 2)
-    core.submit("a", ModelRequest(input_ids=[5], max_new_tokens=3))
-    assert finish(core)["a"].versions == [2, 2, 2]
+    # Now a short one has the row, and a long one beside it makes the step look at all of it.
+    requests = {"short": ModelRequest(input_ids=[5], max_new_tokens=3), "long": ModelRequest(input_ids=[5, 6] * 20, max_new_tokens=3)}
+    for name, request in requests.items():
+        core.submit(name, request)
+    answers = finish(core)
+    assert [answers[name].versions for name in requests] == [[2, 2, 2]] * 2
+    assert worst_error(three_versions, [(request, answers[name]) for name, request in requests.items()], list) < 1e-4
 
 
 def broken_files(published: Published, directory: Path) -> dict[str, Path]:

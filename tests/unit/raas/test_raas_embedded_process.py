@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from astraflow.protocol.errors import BadMessage
 from astraflow.raas.engines import embedded, frames
 from astraflow.raas.engines.embedded_arch import read_architecture
 from astraflow.raas.engines.embedded_weights import Weights
@@ -60,7 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert arch is not None
     weights = Weights(arch, torch.bfloat16, torch.device("cpu"))
     torch.manual_seed(0)
-    words = {name: torch.randn(tensor.shape).bfloat16() * 0.2 for name, tensor in weights.by_name.items()}
+    words = {name: torch.randn(shape).bfloat16() * 0.2 for name, shape in weights.shapes.items()}
     save_file(words, directory / "model.safetensors")
     return directory
 
@@ -71,7 +70,7 @@ class Parent:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(60)
         self.connection = connection
-        self._buffer = frames.FrameBuffer()
+        self._reader = frames.from_child()
         self._frames: list[FromChild] = []
 
     def send(self, *messages: ToChild) -> None:
@@ -86,7 +85,7 @@ class Parent:
                 return None
             if not data:
                 return None
-            self._frames += map(frames.decode_from_child, self._buffer.feed(data))
+            self._frames += self._reader.feed(data)
         return self._frames.pop(0)
 
     def expect(self, kind: type[Any]) -> Any:
@@ -106,7 +105,7 @@ def child(model_dir: Path) -> Iterator[tuple[Parent, subprocess.Popen[bytes]]]:
     finally:
         ours.close()
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def long_request(seed: int = 0) -> ModelRequest:
@@ -142,7 +141,7 @@ def test_a_child_serves_loads_cancels_and_its_death_is_noticed(child: tuple[Pare
     parent.send(*(Generate(id=str(index), request=long_request(index)) for index in range(16)))
     os.kill(process.pid, signal.SIGKILL)
     assert parent.receive() is None
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def in_process(model_dir: Path, *messages: ToChild, close: bool = False) -> tuple[int, Parent]:
@@ -173,21 +172,6 @@ def test_mistakes_end_the_child_with_one_line(model_dir: Path, tmp_path: Path, c
     assert in_process(model_dir, Ping())[0] == 1
     assert "first frame is Ping, expected Init" in capsys.readouterr().err
     assert in_process(model_dir, close=True)[0] == 1
-
-
-def test_frames_survive_any_cut_of_the_stream_and_nonsense_is_refused() -> None:
-    messages: list[ToChild] = [Ping(nonce=1), Generate(id="x", request=long_request()), Cancel(id="x"), Stop()]
-    stream = b"".join(map(frames.pack, messages))
-    for size in (1, 3, 7, len(stream)):
-        buffer = frames.FrameBuffer()
-        bodies = [body for start in range(0, len(stream), size) for body in buffer.feed(stream[start : start + size])]
-        assert [frames.decode_to_child(body) for body in bodies] == messages
-    with pytest.raises(BadMessage, match="out of step"):
-        frames.FrameBuffer().feed(b"\xff" * 8)
-    with pytest.raises(BadMessage, match="to child"):
-        frames.decode_to_child(frames.pack(Failed(id="x", kind="engine", message=""))[4:])
-    with pytest.raises(BadMessage, match="from child"):
-        frames.decode_from_child(b"\x81\xa4type\xa4what")
 
 
 def test_the_engine_does_not_need_transformers() -> None:

@@ -100,3 +100,30 @@ def test_the_stable_hash_depends_on_every_part_and_on_nothing_else() -> None:
     assert stable_hash(1, "a") == stable_hash(1, "a") == 4574243854444617091
     assert len({stable_hash(1, "a"), stable_hash("1a"), stable_hash(1, "b"), stable_hash("a", 1)}) == 4
     assert 0 <= stable_hash(0) < 2**63
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 4), max_size=6), st.sampled_from(["01", "222", "10"]))
+def test_a_stop_text_that_spans_an_interruption_ends_the_generation(tokens: list[int], cuts: list[int], stop: str) -> None:
+    """The engine looks at each try by itself, as servers do."""
+    at = 0
+
+    def holds(found: list[int]) -> bool:
+        return stop in "".join(map(str, found))
+
+    async def once(request: ModelRequest) -> Piece:
+        nonlocal at
+        size = cuts.pop() if cuts else len(tokens)
+        part: list[int] = []
+        while len(part) < size and at < len(tokens):
+            part.append(tokens[at])
+            at += 1
+            if holds(part):
+                return piece(part, "stop")
+        return piece(part, "abort" if at < len(tokens) else "length")
+
+    request = ModelRequest(input_ids=[9], max_new_tokens=len(tokens), stop=[stop])
+    response = asyncio.run(generate_through_aborts(once, request, pauses=QUICK, stopped=holds))
+    end = "".join(map(str, tokens)).find(stop)
+    expected = tokens if end < 0 else tokens[: end + len(stop)]
+    assert (response.output_ids, response.finish) == (expected, "length" if end < 0 else "stop")
+    assert len(response.logprobs) == len(response.versions) == len(expected)

@@ -36,11 +36,10 @@ if mode == "user":
     print("some library noise"); sys.exit("ConfigError: model_dir: cannot be served")
 if mode == "dies":
     sys.exit(3)
-conn, box, version, timeline = socket.socket(fileno=fd), f.FrameBuffer(), -1, 0
+conn, box, version, timeline = socket.socket(fileno=fd), f.to_child(), -1, 0
 say = lambda frame: conn.sendall(f.pack(frame))
 while data := conn.recv(1 << 16):
-    for body in box.feed(data):
-        frame = f.decode_to_child(body)
+    for frame in box.feed(data):
         if isinstance(frame, f.Init):
             say(f.Ready(pid=os.getpid(), max_len=64, device="cpu", dtype="float32", seconds=0.0, loaded=False))
         elif isinstance(frame, f.Ping):

@@ -4,19 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from astraflow.dashboard.index import Record
+from astraflow.environments.api import register_environment
 from astraflow.protocol.codec import array
 from astraflow.protocol.errors import UnknownName, UserError
 from astraflow.protocol.rollout import Group, Pull
 from astraflow.raas.engines.base import Weights
+from astraflow.rewards.api import register_reward
 from astraflow.workflows.api import EngineGroup, EpisodeError, RolloutWorkflow, register_workflow
 
 Rig = Any
 MakeRig = Callable[..., Rig]
+
+
+async def _exits(error: type[BaseException] = SystemExit) -> None:
+    raise error
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+FATAL = {error.__name__: error for error in (SystemExit, GeneratorExit, asyncio.CancelledError)}
+
+
+@register_reward("test_raas_exit", blocking=False)
+def exits(prompt: str, *given: Any, **data: Any) -> Any:
+    if "at once" in prompt:
+        raise FATAL[data["raises"]]
+    return _exits(FATAL[data["raises"]])
+
+
+class Slow:
+    """An environment whose `step` ends with the test."""
+
+    release = threading.Event()
+
+    def __init__(self, options: Any) -> None:
+        pass
+
+    def reset(self, data: Any) -> str:
+        self.release.clear()  # the one that was made to try the options has been closed
+        return "2 + 3 ="
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.release.wait(60)
+        return "", 1.0, True
+
+    def close(self) -> None:
+        self.release.set()
+
+
+register_environment("test_raas_slow")(Slow)
 
 
 @register_workflow("test_raas_moody")
@@ -32,6 +79,22 @@ class Moody(RolloutWorkflow):
                 raise ValueError("broken\nworkflow")
             case "surrogate":
                 raise ValueError("name \udc80")
+            case "exit":
+                raise SystemExit(3)
+            case "generator exit":
+                raise GeneratorExit
+            case "generator exit in a subtask":
+                await asyncio.gather(asyncio.wait_for(_exits(GeneratorExit), 60), asyncio.sleep(99))
+            case "unreadable":
+                raise Unreadable
+            case "group":
+                raise BaseExceptionGroup("both", [KeyboardInterrupt()])
+            case "subtask":
+                task = asyncio.create_task(asyncio.sleep(99))
+                task.cancel()
+                await task
+            case "exit in a subtask":
+                await asyncio.gather(asyncio.wait_for(_exits(), 60), asyncio.sleep(99))
             case "inventive":
                 raise EpisodeError("tool", data["kind"], "a kind of its own each time")
             case "tool":
@@ -136,6 +199,39 @@ def test_a_text_that_cannot_cross_the_wire_costs_no_group(rig: MakeRig) -> None:
     group, _ = one_group(rig, {"data": {"mood": "surrogate"}})
     assert group.trajectories[0].error is not None
     assert group.trajectories[0].error.message == "ValueError: name ?"
+
+
+@pytest.mark.parametrize(
+    ("mood", "kind"),
+    [
+        ("exit", ("workflow", "exception")),
+        ("group", ("workflow", "exception")),
+        ("exit in a subtask", ("workflow", "exception")),
+        ("generator exit", ("workflow", "exception")),
+        ("generator exit in a subtask", ("workflow", "exception")),
+        ("unreadable", ("workflow", "exception")),
+        ("subtask", ("cancelled", "cancelled")),
+    ],
+)
+def test_what_is_no_exception_but_raised_by_a_workflow_is_data_as_well(rig: MakeRig, mood: str, kind: tuple[str, str]) -> None:
+    group, _ = one_group(rig, {"data": {"mood": mood}, "n": 2})
+    assert [(t.error.boundary, t.error.kind) for t in group.trajectories if t.error is not None] == [kind] * 2
+
+
+@pytest.mark.parametrize("raises", FATAL)
+@pytest.mark.parametrize("prompt", ["at once 2 + 3 =", "later 2 + 3 ="])
+def test_a_reward_that_ends_the_process_is_an_error_of_the_reward(rig: MakeRig, prompt: str, raises: str) -> None:
+    data = {"prompt": prompt, "answer": "5", "raises": raises}
+    group, _ = one_group(rig, {"data": data, "n": 2}, {"workflow": "rlvr", "reward": "test_raas_exit"})
+    assert [(t.error.boundary, t.error.kind) for t in group.trajectories if t.error is not None] == [("reward", "exception")] * 2
+    assert all(raises in t.error.message for t in group.trajectories if t.error is not None)
+
+
+def test_a_lease_that_ends_inside_of_an_environment_is_charged_to_it(rig: MakeRig) -> None:
+    workflow = {"workflow": "env", "options": {"environment": "test_raas_slow"}}
+    group, made = one_group(rig, {"deadline_s": 1.0, "data": {"seed": 1}}, workflow)
+    assert [(t.error.boundary, t.error.kind) for t in group.trajectories if t.error is not None] == [("environment", "timeout")]
+    assert "raas/hung_calls/environment" in made.programs.counts()
 
 
 def test_kinds_of_failure_are_counted_by_name_up_to_a_bound(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +383,18 @@ def test_the_finish_is_the_engines_word_and_the_mask_comes_from_lengths(rig: Mak
         assert mask == [0] * (len(mask) - 3) + [1] * 3
 
 
+def test_faults_18_and_26_truncated_is_what_the_engine_says_and_not_what_text_or_padding_counts(rig: MakeRig) -> None:
+    """Tokens whose text encodes to fewer (here to none): an answer that was cut off is cut off, and one that ends with the very last
+    token of its budget is not."""
+    cut, ended, short = [0, 5] * 8, [0, 5] * 7 + [0, 2], [5, 2]
+    script = [{"tokens": tokens, "finish": finish} for tokens, finish in ((cut, "length"), (ended, "stop"), (short, "stop"))]
+    group, made = one_group(rig, {"n": 3, "data": {"prompt": "a"}}, {"workflow": "rlvr", "reward": "exact_match"}, script=script)
+    assert [t.finish for t in group.trajectories] == ["length", "stop", "stop"]
+    assert [int(array(t.segments[0].loss_mask).sum()) for t in group.trajectories] == [16, 16, 2]
+    tokenizer = made.engine._setup.tokenizer
+    assert len(tokenizer.encode(tokenizer.decode([0, 5] * 8))) < 16
+
+
 def test_a_cancelled_lease_leaves_nothing_and_may_come_again(rig: MakeRig) -> None:
     async def test() -> None:
         made = rig(stuck_requests=[0])
@@ -387,6 +495,12 @@ def test_records_tell_what_was_said(rig: MakeRig) -> None:
         assert record["calls"][0]["answer"] == "5"
         assert record["reward"] == 1.0
         assert record["turns"][-1]["content"] == "5"
+        given, sampled = record["segments"][0]
+        assert "2 + 3 =" in given["text"]
+        assert (sampled["policy"], sampled["version"], "".join(sampled["tokens"])) == ("default", 0, "5" + sampled["tokens"][-1])
+        assert len(sampled["tokens"]) == len(sampled["logprobs"]) == record["calls"][0]["new_tokens"]
+        indexed = msgspec.json.decode(made.executor._records.load(group.trajectories[1].record_ref), type=Record)
+        assert (indexed.lease_id, indexed.index, indexed.reward, indexed.calls[0].new_tokens) == ("l1", 1, 1.0, len(sampled["tokens"]))
         with pytest.raises(UnknownName):
             made.executor._records.load("../../etc/passwd")
 

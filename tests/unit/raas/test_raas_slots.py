@@ -95,6 +95,52 @@ def test_accepted_samples_never_exceed_the_slots(total: int, sizes: list[int]) -
     assert book.free_slots == total - book.in_flight
 
 
+@given(room=st.integers(1, 32), n=st.integers(1, 8), later=st.integers(1, 32))
+@settings(max_examples=25)
+def test_the_limit_settles_at_what_the_engine_holds_and_follows_it(room: int, n: int, later: int) -> None:
+    """An engine that decodes `room` requests and queues the rest, and as much work as is let in: the queue empties, the limit stays
+    within one group and one step of growth below the room, and both move when the room does."""
+    book, number = SlotBook(32, 1000), 0
+    for holds in (room, later):
+        for look in range(60):
+            while book.offer(lease(str(number), n=n)).verdict == "accepted":
+                number += 1
+            book.adapt(max(0, book.in_flight - holds), min(1.0, book.in_flight / holds) * 0.7)
+            if look > 45:
+                assert book.in_flight <= max(holds + 1 + holds // 8 + n, n), "at most one growth too far, until the next look"
+                assert book.in_flight >= min(holds, 32) - n - holds // 8 - 1
+            oldest = book.select()[: max(0, book.in_flight // n - holds // n)]
+            for name in oldest:  # what waits inside the engine ends one day
+                book.forget(name)
+
+
+def test_full_key_value_memory_takes_no_more_and_an_idle_instance_always_takes_one_group() -> None:
+    book = SlotBook(64, 1000)
+    assert book.offer(lease("a", n=8)).verdict == "accepted"
+    assert book.offer(lease("b", n=8)).verdict == "accepted"
+    book.adapt(0, 0.95)
+    assert (book.total_slots, book.free_slots) == (16, 0)
+    assert book.offer(lease("c", n=8)).verdict == "over_capacity"
+    for _ in range(3):
+        book.adapt(12, 0.95)
+    for name in "ab":
+        book.forget(name)
+    assert book.total_slots == 8
+    assert book.offer(lease("c", n=8)).verdict == "accepted"
+    assert book.offer(lease("d", n=65)).verdict == "refused", "never more than was configured"
+
+
+def test_what_has_just_arrived_is_not_waiting() -> None:
+    book = SlotBook(64, 1000)
+    book.offer(lease("a", n=8))
+    book.adapt(8, 0.1)
+    book.adapt(0, 0.1)
+    book.adapt(8, 0.1)
+    assert book.total_slots == 64
+    book.adapt(8, 0.1)
+    assert book.total_slots == 8
+
+
 class Life(RuleBasedStateMachine):
     """Any order of events keeps the sums right and lets each (lease, attempt) run at most once at a time."""
 

@@ -66,6 +66,9 @@ class FileReceiver:
         found = write(path, version)
         return Staged(path, version, found, "full" if full else "delta", "", 100, 0.01, 1)
 
+    def intact(self, path: Path, digest: str) -> bool:
+        return stamp(path.read_bytes()[-LAYOUT.size_bytes :]) == digest
+
     def abandon(self, stop: threading.Event) -> None:
         stop.set()
 
@@ -73,11 +76,17 @@ class FileReceiver:
         self.hold.set()
 
 
+LAYOUT = build([("w", (4, 8), "F32"), ("b", (3,), "BF16")], {"tied": "w"})
+
+
+def stamp(data: bytes) -> str:
+    return digest(LAYOUT, memoryview(data))
+
+
 def write(path: Path, version: int) -> str:
-    layout = build([("w", (4, 8), "F32"), ("b", (3,), "BF16")], {"tied": "w"})
-    data = bytes([version % 256]) * layout.size_bytes
-    name = digest(layout, memoryview(data))
-    path.write_bytes(file_header(layout, version, name, False) + data)
+    data = bytes([version % 256]) * LAYOUT.size_bytes
+    name = stamp(data)
+    path.write_bytes(file_header(LAYOUT, version, name, False) + data)
     return name
 
 
@@ -204,6 +213,21 @@ def test_a_restarted_engine_gets_what_was_served_not_what_failed(bench: Callable
         assert b.sync.staged.version == 2, "the only file that is left"
 
     run(bench, test, fail_loads=[2])
+
+
+def test_a_staged_file_that_changed_on_disk_is_not_loaded_again(bench: Callable[..., Bench]) -> None:
+    async def test(b: Bench) -> None:
+        await b.notify(1)
+        assert (await asyncio.to_thread(b.sync.reload)).version == 1
+        file = b.receiver.directory / "v1.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        assert await asyncio.to_thread(b.sync.reload) is None
+        assert "version 1" in b.sync.message
+        assert b.counts["weights/damaged_files"] == 1
+
+    run(bench, test)
 
 
 def test_the_file_that_is_served_outlives_a_failed_load_and_the_pull_after_it(bench: Callable[..., Bench]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from astraflow.lib.aio import poll_until
 from astraflow.protocol.errors import UnknownName
-from astraflow.rewards.api import REWARDS, AsyncRewardWrapper, RewardError, load_reward
+from astraflow.rewards.api import REWARDS, AsyncRewardWrapper, RecentErrors, RewardError, load_reward
 
 sys.path.insert(0, str(Path(__file__).parent))  # the workers find the plug-in the way the parent does
 PLUGIN = ("reward_plugin",)
@@ -106,7 +106,18 @@ def test_a_dying_worker_a_raising_reward_and_a_bad_value_are_told_apart():
             assert await give("x", value=None) is None
             assert await give("PRINT") == 1.0
             assert await give("x", value=True) == 1.0
-            assert wrapper.counts == {"crash": 1, "exception": 4, "unscored": 1, "scored": 2, "restarts": 1}
+            pids = wrapper.pids()
+            with pytest.raises(RewardError, match="returned str, expected a number"):
+                await wrapper("", "x", [], [], value="1.0")
+            with pytest.raises(RewardError, match="returned int, expected a number"):
+                await wrapper("", "INTEGER", [], [])
+            with pytest.raises(RewardError, match=r"field `a\.b` cannot be sent: an integer beyond 64 bits"):
+                await wrapper("", "x", [], [], a={"b": 10**25})
+            with pytest.raises(RewardError, match="prompt or completion"):
+                await wrapper("", "\ud800", [], [])
+            assert await give("x", value=3) == 3.0
+            assert wrapper.pids() == pids, "what was not sent costs no worker"
+            assert wrapper.counts == {"crash": 1, "exception": 8, "unscored": 1, "scored": 3, "restarts": 1}
 
     asyncio.run(play())
 
@@ -125,6 +136,48 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one():
             assert wrapper.counts["restarts"] == 1
 
     asyncio.run(play())
+
+
+def test_a_reward_that_comes_back_twice_from_a_fork_shifts_no_verdict():
+    async def play() -> None:
+        async with pool("hang_or_one", workers=1, deadline_s=WAIT_S) as (_, give):
+            assert await give("FORK", value=0.5) == 0.5
+            assert [await give("x", value=float(n)) for n in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["SPAWN", "ESCAPE"])
+def test_fault_35_what_a_hanging_reward_has_started_ends_with_it(tmp_path, how):
+    async def play() -> None:
+        async with pool("hang_or_one", workers=1, deadline_s=3.0) as (wrapper, give):
+            await wrapper.start()
+            pid_file = tmp_path / "pid"
+            assert await give(f"{how} HANG", pid_file=str(pid_file)) == "timeout"
+            stat = Path(f"/proc/{int(pid_file.read_text())}/stat")
+
+            def gone() -> bool:
+                return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"  # nobody's child any more
+
+            await poll_until(gone, WAIT_S, "the end of what the reward started", 0.01)
+            assert await give("ok") == 1.0
+
+    asyncio.run(play())
+
+
+def test_the_error_rate_is_that_of_the_last_minute_and_needs_enough_verdicts():
+    recent = RecentErrors()
+    for number in range(19):
+        recent.add(0.0, error=True)
+        assert recent.rate(0.0) == 0.0, f"{number + 1} verdicts say nothing"
+    for _ in range(21):
+        recent.add(50.0, error=False)
+    assert recent.rate(50.0) == 19 / 40
+    assert recent.rate(61.0) == 0.0, "the errors are older than a minute"
+    for _ in range(1000):
+        recent.add(100.0, error=True)
+    assert recent.rate(100.0) == 1.0
+    assert recent.rate(161.0) == 0.0, "a gate that goes by it opens by itself"
 
 
 def test_closing_ends_the_workers_and_the_calls_in_flight():

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from astraflow.lib.jsonl import read_jsonl
-from astraflow.rewards.math_compare import number, readable, same, tidy
+from astraflow.rewards.math_compare import number, readable, same
+from astraflow.rewards.math_text import tidy
 from astraflow.rewards.math_verify import final_answer, math_verify
 
 DATA = Path(__file__).parents[2] / "data"
@@ -74,7 +76,10 @@ def test_all_math_500_golds_equal_themselves_in_a_box():
         ("\\boxed{1", None),
         ("\\boxed{1} then \\boxed{2", None),
         ("\\boxed{}", None),
-        ("\\boxed 5", None),
+        ("\\boxed 5", "5"),
+        ("\\boxed5$ {7}", "5"),
+        ("\\boxed 5x", None),
+        ("\\boxed and {5}", None),
         ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
         ("<think>\\boxed{1}", None),
         ("a\n#### 5\nb", "5"),
@@ -88,6 +93,19 @@ def test_all_math_500_golds_equal_themselves_in_a_box():
 )
 def test_the_final_answer_is_the_last_box_or_what_is_stated(text, answer):
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["(" * 3000 + "5" + ")" * 3000, "{" * 2000 + "5" + "}" * 2000, "1," * 50_000, "5" * 100_000, "\\sqrt" * 5000, "1+" * 2000 + "1"],
+    ids=lambda answer: answer[:4],
+)
+def test_an_answer_out_of_all_proportion_is_wrong_and_costs_no_time(answer):
+    start = time.process_time()
+    assert score(f"\\boxed{{{answer}}}", "5") == 0.0
+    assert score("\\[ " * 20_000 + answer[:100], "7") == 0.0
+    assert time.process_time() - start < 5.0
+    assert score(f"\\boxed{{{answer}}}", "\\oint_{C} \\vec{F} @ d") is None, "the gold cannot be read, so nothing is wrong"
 
 
 def test_a_gold_that_cannot_be_read_is_unscored_unless_it_is_repeated():
@@ -107,3 +125,17 @@ def test_written_numbers_are_exact():
     assert same("0.1", "0.10000000000000001") is False
     assert tidy("\\dfrac12") == "\\frac{1}{2}"
     assert tidy("$\\left(1,\\, 2\\right)$.") == "(1, 2)"
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "wanted"),
+    [
+        (r"\boxed{I(0)}", "I(0)", 1.0),
+        (r"\boxed{12345}", "I(0)", None),
+        (r"\boxed{I(0)}", "3", 0.0),
+        (r"\boxed{-\frac{1}{3}}", "-1./3", 1.0),
+        (r"\boxed{k \ge 2}", r"$k \geqslant 2$", 1.0),
+    ],
+)
+def test_what_real_golds_contain_is_read_or_left_unscored_but_never_raises(completion, gold, wanted):
+    assert score(completion, gold) == wanted

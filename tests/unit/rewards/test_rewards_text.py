@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from astraflow.rewards.text import exact_match, last_number
+from astraflow.rewards.text import exact_match, f1, last_number
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,28 @@ def test_an_exact_match_ignores_blanks_around_and_nothing_else():
     assert exact_match("", "b", [], [], answer=["a", "b"]) == 1.0
     assert exact_match("", "x", [], []) is None
     assert exact_match("", "", [], [], answer="  ") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        ("The Eiffel Tower", "eiffel tower.", 1.0),
+        ("Eiffel Tower in Paris", "Eiffel Tower", 2 * 2 / 6),
+        ("<think>Rome</think><answer>Paris</answer> surely", "Paris", 1.0),
+        ("Rome", ["Paris", "rome"], 1.0),
+        ("Paris Paris", "Paris", 2 / 3),
+        ("yes", "yes", 1.0),
+        ("yes it is", "yes", 0.0),
+        ("no", "no way", 0.0),
+        ("London", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("the", "Paris", 0.0),
+    ],
+)
+def test_f1_counts_the_shared_words(text, answer, score):
+    assert f1("", text, [], [], answer=answer) == pytest.approx(score)
+
+
+def test_f1_without_an_answer_leaves_the_sample_unscored():
+    assert f1("", "Paris", [], []) is None
+    assert f1("", "Paris", [], [], answer=[]) is None

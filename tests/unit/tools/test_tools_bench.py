@@ -126,4 +126,4 @@ def test_every_result_of_the_dataflow_bench_has_its_limit() -> None:
         "trajectories_per_s_512", "trajectories_per_s_4096", "cpu_s_per_1000_512", "batch_ms_p50_512", "batch_ms_p50_4096",
         "ledger_cost", "rss_growth",
     }  # fmt: skip
-    assert bench.BENCHES.names() == ["dataflow"]
+    assert bench.BENCHES.names() == ["dataflow", "engine", "train", "weights"]

@@ -29,13 +29,7 @@ async def made(run_dir: Path) -> Any:
     """A ledger with a group of each fate, still open: two trained, one of equal rewards, one unscored, one with a failed member that
     is queued, one stale, and leases that run."""
     bench = await Bench(run_dir, change=lambda p: setattr(p.dataflow.policies, "filter", "filter_zero_adv")).start()
-    leases = await bench.lease()
-    await bench.deliver(leases[0], [0.0, 1.0])
-    await bench.deliver(leases[1], [1.0, 0.0])
-    await bench.deliver(leases[2], [1.0, 1.0])
-    await bench.deliver(leases[3], [None, None])
-    assert (await bench.ask(0)).kind == "batch"
-    await bench.train(1)
+    leases = await bench.fates()
     bench.shelf.process.group_relative["m"] = False
     bench.shelf.process.dataflow.policies.filter = "keep_all"
     bench.service.intake._filters = []

@@ -18,10 +18,10 @@ from astraflow import cli
 from astraflow.dataflow.admission import statistics
 from astraflow.dataflow.journal import BatchRow, LeaseRow, Pick, Result, ShareResult
 from astraflow.dataflow.ledger import Ledger
+from astraflow.dataflow.logbook import Logbook
 from astraflow.dataflow.policies.base import GroupStats
 from astraflow.dataflow.policies.greso import Greso
 from astraflow.protocol.errors import ConfigError
-from astraflow.tools.logbook import Logbook
 from astraflow.tools.replay import Outcome, replay
 
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]

@@ -49,6 +49,19 @@ def test_a_job_shows_exactly_what_its_report_shows(job: str, made: Report, fails
     assert {condition for condition, holds in JOBS[job].conditions.items() if not holds(made)} == fails
 
 
+@pytest.mark.parametrize(("verifier", "holds"), [(0.6, True), (0.5, False), (0.4, False)])
+def test_rewards_rise_only_when_those_of_every_policy_do(verifier: float, holds: bool) -> None:
+    noise = [0.02 * (-1) ** step for step in range(20)]
+    curves = {
+        policy: Curve(steps=list(range(1, 41)), values=[start + n for n in noise] + [end + n for n in noise])
+        for policy, start, end in (("solver", 0.4, 0.5), ("verifier", 0.5, verifier))
+    }
+    made = msgspec.structs.replace(report(0.2, 0.6), reward=curves)
+    assert {condition for condition, ok in JOBS["two-policies-seed1"].conditions.items() if not ok(made)} == (
+        set() if holds else {"every policy's reward over the last 20 steps is > 2 standard errors above the first 20's"}
+    )
+
+
 def test_the_mean_is_over_all_seeds_or_not_at_all(tmp_path: Path) -> None:
     for seed, after in enumerate((0.6, 0.7)):
         (tmp_path / f"quickstart-seed{seed}.json").write_bytes(msgspec.json.encode({"job": "x", "report": report(0.2, after)}))

@@ -70,7 +70,8 @@ def test_columns_that_contradict_each_other_are_refused_by_name(random_groups: C
     broken(replace("rows", "temperature", np.zeros(r), "float32"), "temperatures > 0")
     broken(replace("rows", "group_index", np.full(r, 99), "int64"), "outside 0…3")
     broken(lambda batch: batch.rows.pop("reward_shaped"), "no column reward_shaped")
-    broken(lambda batch: setattr(batch, "media", [["abc"]]), "images")
+    broken(replace("extra", "teacher_logprobs", np.zeros(n + 1), "float32"), r"batch\.extra\['teacher_logprobs'\]")
+    broken(lambda batch: setattr(batch, "media", [["abc"]]), f"batch.media: 1 entries, expected {r}")
 
 
 def test_a_training_temperature_of_zero_or_less_is_refused(

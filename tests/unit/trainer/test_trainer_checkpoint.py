@@ -27,19 +27,32 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     checkpoints.save(7, state_of(2.5), {"window": [0.5]})
     checkpoints.wait()
     assert checkpoints.durable == 7
-    found = Checkpoints(tmp_path, CheckpointConfig(), "run").load_newest()
+    again = Checkpoints(tmp_path, CheckpointConfig(), "run")
+    found = again.newest()
     assert found is not None
-    version, state, values = found
-    assert (version, values, state.values) == (7, {"window": [0.5]}, {"position": 2})
-    assert torch.equal(state.tensors["a"], state_of(2.5).tensors["a"])
-    assert state.tensors["n"].dtype == torch.int64
-    assert state.tensors["e"].shape == (0,)
+    assert (found.version, found.loop, found.backend) == (7, {"window": [0.5]}, {"position": 2})
+    into = state_of(0.0).tensors | {"n": torch.zeros(4, dtype=torch.int64)}
+    again.fill(found, into)
+    assert torch.equal(into["a"], state_of(2.5).tensors["a"])
+    assert torch.equal(into["n"], torch.arange(4))
+
+
+def test_the_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), "run")
+    checkpoints.save(1, state_of(1), {})
+    checkpoints.wait()
+    found = checkpoints.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match=r"a is \(3, 2\), the model has \(7,\)"):
+        checkpoints.fill(found, {"a": torch.zeros(7)})
+    with pytest.raises(ConfigError, match="b is nothing, the model has"):
+        checkpoints.fill(found, {"b": torch.zeros(7)})
 
 
 def test_only_the_newest_are_kept_and_a_dead_timeline_leaves_nothing_behind(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), "run")
     for version in (1, 2, 3, 4):
-        checkpoints.save(version, state_of(version), {})
+        checkpoints.save(version, state_of(float(version)), {})
     checkpoints.wait()
     assert checkpoints.complete() == [3, 4]
     checkpoints.save(2, state_of(9), {})  # rolled back: 3 and 4 belong to a dead timeline
@@ -50,10 +63,10 @@ def test_only_the_newest_are_kept_and_a_dead_timeline_leaves_nothing_behind(tmp_
 def test_an_unfinished_checkpoint_is_not_there_and_is_cleaned_up(tmp_path: Path) -> None:
     unfinished = tmp_path / ".step-00000009.1.tmp"
     unfinished.mkdir()
-    (unfinished / "state.safetensors").write_bytes(b"half")
+    (unfinished / "state-1-of-1.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000008").mkdir()  # no checkpoint.json
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), "run")
-    assert checkpoints.load_newest() is None
+    assert checkpoints.newest() is None
     assert checkpoints.durable == -1
     checkpoints.save(1, state_of(1), {})
     checkpoints.wait()
@@ -75,9 +88,9 @@ def test_resume_false_ignores_other_runs_but_not_a_restart_of_this_one(tmp_path:
     old.save(5, state_of(5), {})
     old.wait()
     fresh = CheckpointConfig(resume=False)
-    assert Checkpoints(tmp_path, fresh, "new-run").load_newest() is None
-    assert Checkpoints(tmp_path, fresh, "old-run").load_newest() is not None
-    assert Checkpoints(tmp_path, CheckpointConfig(), "new-run").load_newest() is not None
+    assert Checkpoints(tmp_path, fresh, "new-run").newest() is None
+    assert Checkpoints(tmp_path, fresh, "old-run").newest() is not None
+    assert Checkpoints(tmp_path, CheckpointConfig(), "new-run").newest() is not None
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
@@ -87,7 +100,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001" / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"format": 99}), encoding="utf-8")
     with pytest.raises(ConfigError, match="format 99"):
-        checkpoints.load_newest()
+        checkpoints.newest()
 
 
 def test_the_rate_is_a_function_of_the_position_so_resuming_cannot_advance_it(case: Callable[[str], dict[str, Any]]) -> None:
@@ -116,21 +129,23 @@ def test_schedules_begin_above_zero_and_end_at_their_floor() -> None:
 def test_a_damaged_checkpoint_is_passed_over_and_never_trained_on(tmp_path: Path, harm: str) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), "run")
     for version in (1, 2):
-        checkpoints.save(version, state_of(version), {})
+        checkpoints.save(version, state_of(float(version)), {})
     checkpoints.wait()
     damage(tmp_path / "step-00000002", harm)
     again = Checkpoints(tmp_path, CheckpointConfig(), "run")
-    found = again.load_newest()
+    found = again.newest()
     assert found is not None
-    assert (found[0], again.durable) == (1, 1)
-    assert torch.equal(found[1].tensors["a"], state_of(1).tensors["a"])
+    assert (found.version, again.durable) == (1, 1)
+    into = state_of(0.0).tensors
+    again.fill(found, into)
+    assert torch.equal(into["a"], state_of(1.0).tensors["a"])
     damage(tmp_path / "step-00000001", harm)
     with pytest.raises(ConfigError, match=r"step-00000002: damaged checkpoint: .*no other is whole"):
-        Checkpoints(tmp_path, CheckpointConfig(), "run").load_newest()
+        Checkpoints(tmp_path, CheckpointConfig(), "run").newest()
 
 
 def damage(path: Path, harm: str) -> None:
-    tensors, plain = path / "state.safetensors", path / "checkpoint.json"
+    tensors, plain = path / "state-1-of-1.safetensors", path / "checkpoint.json"
     data = tensors.read_bytes()
     if harm == "flip":
         tensors.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])

@@ -48,6 +48,11 @@ def test_the_quick_start_section_is_valid_and_optimizer_steps_are_counted() -> N
         ({"checkpoint": {"keep": 0}}, "keep"),
         ({"packing": {"attention": "flash"}}, "attention"),
         ({"stop": {"window": 3}}, "at_least"),
+        ({"ranks": 2}, "ranks is 2, but backend local is one process; expected 1, or backend fsdp"),
+        (
+            {"backend": "fsdp", "ranks": 6, "parallel": {"tensor": 2, "context": 2}},
+            r"ranks is 6, expected a multiple of parallel.replicate · context · tensor = 4",
+        ),
     ],
 )
 def test_mistakes_in_the_section_name_the_field(section: dict[str, Any], message: str) -> None:

@@ -31,6 +31,9 @@ ALGORITHMS = [
     PPOConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4, tis_c=2.0),
     PPOConfig(loss="cispo"),
     PPOConfig(kl_loss=0.1, kl_reward=0.05),
+    PPOConfig(advantage="rloo", mis_low=0.27, mis_high=1.9, weight_level="sequence"),
+    PPOConfig(advantage="reinforce_pp_baseline", loss="sapo", kl_loss=0.1, kl_loss_kind="k2"),
+    PPOConfig(advantage="uniform", loss="sft"),
 ]
 
 
@@ -126,6 +129,28 @@ def test_at_lag_zero_ratios_are_one_nothing_is_clipped_and_four_losses_have_one_
         assert metrics["mismatch/ess"] == pytest.approx(1, abs=1e-3)
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_mismatch_numbers_are_those_of_a_loop_over_tokens(make: Make, random_groups: Callable[..., Batch]) -> None:
+    batch, backend = ragged(random_groups(4)), make(PPOConfig(tis_c=1.1))
+    plan = backend.objective.plan(batch, None)
+    logp = backend.logprobs(plan, plan.compute)
+    metrics = backend.train_step(batch, lambda: None)
+    gaps = [float(logp[t] - batch.tokens["logprobs"][t]) for t in np.flatnonzero(plan.mask) if batch.row_of_token[t] in plan.compute]
+    ratios = [math.exp(gap) for gap in gaps]
+    n = len(gaps)
+    expected = {
+        "policy/computed_tokens": n,
+        "mismatch/log_ratio_mean": sum(gaps) / n,
+        "mismatch/log_ratio_abs": sum(map(abs, gaps)) / n,
+        "mismatch/log_ratio_max": max(map(abs, gaps)),
+        "mismatch/k3": sum(r - 1 - gap for r, gap in zip(ratios, gaps, strict=True)) / n,
+        "mismatch/weight": sum(min(r, 1.1) for r in ratios) / n,
+        "mismatch/ess": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert expected["mismatch/ess"] < 0.95
+    assert expected["mismatch/weight"] < sum(ratios) / n
 
 
 def test_the_model_computes_on_the_published_words_and_gradients_reach_the_masters(make: Make, random_groups: Callable[..., Batch]) -> None:
@@ -241,7 +266,7 @@ def test_a_step_continues_bit_for_bit_from_its_state(kind: str, make: Make, rand
         first.train_step(batch, lambda: None)
     state = first.state()
     second = make(**options)
-    second.load_state(state)
+    second.load_state(state.values, state.fill)
     for batch in batches[3:]:
         second.train_step(batch, lambda: None)
     expected, found = straight.state(), second.state()
@@ -255,7 +280,7 @@ def test_the_state_of_another_model_is_refused_by_name(make: Make, tmp_path: Pat
     state = make().state()
     state.tensors["master.model.norm.weight"] = torch.zeros(7)
     with pytest.raises(ConfigError, match=r"master.model.norm.weight is \(7,\)"):
-        make().load_state(state)
+        make().load_state(state.values, state.fill)
 
 
 def test_an_exported_directory_loads_as_the_published_model(make: Make, tmp_path: Path, random_groups: Callable[..., Batch]) -> None:
@@ -278,6 +303,12 @@ def test_settings_that_cannot_work_are_refused(make: Make, tmp_path: Path) -> No
         LocalBackend(TrainEngineConfig(), ModelConfig(path=str(tmp_path)), "bfloat16", 5)
     with pytest.raises(ValueError, match="known"):
         make(PPOConfig(loss="pppo"))
+
+
+def test_checkpointed_gradients_are_the_same(make: Make, random_groups: Callable[..., Batch]) -> None:
+    batch = ragged(random_groups(9))
+    plain = gradient(make(), batch, 10_000)
+    torch.testing.assert_close(gradient(make(gradient_checkpointing=True), batch, 10_000), plain, rtol=1e-5, atol=1e-7)
 
 
 def test_eager_attention_and_chunked_logits_give_the_same_step(make: Make, random_groups: Callable[..., Batch]) -> None:

@@ -98,6 +98,8 @@ def brute(data: Tokens, config: PPOConfig, logp: list[float], frozen: list[float
         elif config.loss == "sapo":
             tau = config.sapo_tau_positive if a > 0 else config.sapo_tau_negative
             out.append(-4 / tau / (1 + math.exp(-tau * (r - 1))) * a)
+        elif config.loss == "sft":
+            out.append(-a * logp[i])
     return out
 
 
@@ -116,6 +118,7 @@ CONFIGS = [
     PPOConfig(loss="gspo"),
     PPOConfig(loss="cispo"),
     PPOConfig(loss="sapo"),
+    PPOConfig(loss="sft"),
 ]
 
 
@@ -245,7 +248,7 @@ def test_stale_behaviour_gives_the_on_policy_gradient_in_expectation_exactly() -
     stale = torch.tensor(rng.normal(size=(4, 3)))
     reward = {y: float(rng.normal()) for y in itertools.product(range(3), repeat=2)}
 
-    def gradient(behaviour: torch.Tensor, config: PPOConfig, sequence_weight: bool) -> torch.Tensor:
+    def gradient(behaviour: torch.Tensor, config: PPOConfig, sequence_weight: bool, overwritten: bool = False) -> torch.Tensor:
         parameters = theta.clone().requires_grad_()
         logq, logp = torch.log_softmax(behaviour, -1), torch.log_softmax(parameters, -1)
         total = torch.zeros((), dtype=torch.float64)
@@ -253,7 +256,8 @@ def test_stale_behaviour_gives_the_on_policy_gradient_in_expectation_exactly() -
             behav = torch.stack([logq[0, a], logq[1 + a, b]])
             current = torch.stack([logp[0, a], logp[1 + a, b]])
             advantage, row = torch.full((2,), value, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
-            inputs = LossInput(current, behav, current.detach(), advantage, row, 1, config)
+            told = current.detach() if overwritten else behav
+            inputs = LossInput(current, told, current.detach(), advantage, row, 1, config)
             assert sequence_weight == (config.weight_level == "sequence")
             total = total + behav.sum().exp().detach() * LOSSES.get("ppo")(inputs).loss.sum()
         return torch.autograd.grad(total, parameters)[0]
@@ -263,3 +267,5 @@ def test_stale_behaviour_gives_the_on_policy_gradient_in_expectation_exactly() -
     torch.testing.assert_close(gradient(stale, unbiased, True), on_policy, rtol=0, atol=1e-12)
     wrong = gradient(stale, PPOConfig(tis_c=1e9), False)  # token weights leave out the other token: biased, visibly
     assert float((wrong - on_policy).abs().max()) > 1e-3
+    fresh = gradient(stale, unbiased, True, overwritten=True)  # the mistake of numerics 2: prox in the place of behav
+    assert float((fresh - on_policy).abs().max()) > 1e-3

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from astraflow.protocol.batch import Batch
+from astraflow.trainer import attention as attention_module
 from astraflow.trainer.batch import RaggedBatch, pad, ragged
 from astraflow.trainer.logprobs import token_logprobs
 from astraflow.trainer.models import hidden_states, load_model, output_embedding, tied_names
-from astraflow.trainer.packing import micro_batches, pack
+from astraflow.trainer.packing import micro_batches, pack, schedule
 from astraflow.weights.config import ModelConfig
 
 Loss = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
@@ -71,11 +72,17 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "tile"), [("sdpa", 0), ("eager", 0), ("tree", 7), ("tree", 128)])
 def test_gradients_equal_the_padded_forward_of_every_row(
-    kind: str, attention: str, tiny_model: Callable[[str], Path], random_groups: Callable[..., Batch]
+    kind: str,
+    attention: str,
+    tile: int,
+    tiny_model: Callable[[str], Path],
+    random_groups: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = load_model(ModelConfig(path=str(tiny_model(kind))), attention)
+    monkeypatch.setattr(attention_module, "TILE", tile)
+    model = load_model(ModelConfig(path=str(tiny_model(kind))), "sdpa")
     batch = ragged(random_groups(3))
     mask = batch.loss_mask()
     expected = None
@@ -87,13 +94,14 @@ def test_gradients_equal_the_padded_forward_of_every_row(
             assert_close(expected, found)
         expected = found
     assert expected is not None
+    model = load_model(ModelConfig(path=str(tiny_model(kind))), attention)
     assert_close(expected, packed_gradients(model, batch, 10_000))
 
 
 def test_micro_batches_row_order_and_logit_chunks_do_not_change_gradients(
     tiny_model: Callable[[str], Path], random_groups: Callable[..., Batch]
 ) -> None:
-    model = load_model(ModelConfig(path=str(tiny_model("qwen3"))), "sdpa")
+    model = load_model(ModelConfig(path=str(tiny_model("qwen3"))), "tree")
     batch = ragged(random_groups(5, n_groups=6))
     whole = packed_gradients(model, batch, 10_000)
     for max_nodes in (1, 12, 30, 60):
@@ -131,6 +139,29 @@ def test_passes_respect_the_budget_and_group_boundaries(random_groups: Callable[
     groups = [set(batch.rows["group_index"][rows].tolist()) for rows in passes]
     assert sum(len(g) for g in groups) == 8, "a group that fits is not cut"
     assert len(passes) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("max_nodes", [20, 40, 10_000])
+def test_ranks_get_equally_many_passes_of_about_the_same_size(ranks: int, max_nodes: int, random_groups: Callable[..., Batch]) -> None:
+    batch = ragged(random_groups(3, n_groups=9, n_samples=6))
+    mask = batch.loss_mask()
+    plan = schedule(batch, mask, np.arange(batch.n_rows), max_nodes, ranks)
+    assert sorted(row for passes in plan for rows in passes for row in rows) == list(range(batch.n_rows))
+    assert len({len(passes) for passes in plan}) == 1
+    sizes = np.array([[len(pack(batch, mask, rows).input_ids) if rows else 0 for rows in passes] for passes in plan])
+    assert sizes.max() <= max_nodes
+    assert sizes.sum(1).max() - sizes.sum(1).min() <= 20, "about two rows"
+    shuffled = schedule(batch, mask, np.random.default_rng(0).permutation(batch.n_rows), max_nodes, ranks)
+    assert [[sorted(rows) for rows in passes] for passes in shuffled] == [[sorted(rows) for rows in passes] for passes in plan]
+
+
+def test_fewer_rows_than_ranks_leave_empty_passes(sample: Any, batch_of: Callable[..., Batch]) -> None:
+    batch = ragged(batch_of([[sample([3, 4], [5, 6, 7], 0.0), sample([3, 4], [6], 1.0)]]))
+    plan = schedule(batch, batch.loss_mask(), np.arange(2), 100, 4)
+    assert sorted(row for passes in plan for rows in passes for row in rows) == [0, 1]
+    assert [len(passes) for passes in plan] == [1, 1, 1, 1]
+    assert schedule(batch, np.zeros_like(batch.loss_mask()), np.arange(2), 100, 3) == [[], [], []]
 
 
 def test_rows_without_loss_tokens_cost_nothing(sample: Any, batch_of: Callable[..., Batch]) -> None:

@@ -11,7 +11,7 @@ from astraflow.weights.buffer import HalfSwitch, Held
 
 
 class Switching(RuleBasedStateMachine):
-    """A writer, readers that come, get on, stall and leave, and a clock."""
+    """A writer, readers that come, get on, stall and leave, or are cancelled and start again, and a clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,11 +22,14 @@ class Switching(RuleBasedStateMachine):
         self.contents: list[int | None] = [None, None]  # what the bytes of each half really are; None = being written
         self.reading: dict[str, tuple[int, int]] = {}  # reader → (half, version it believes to read)
         self.writing = -1
+        self.patience_ends = 0.0
+        self.cancelled: list[str] = []
 
     @rule(patience=st.floats(0, 5))
     @precondition(lambda self: self.writing < 0)
     def claim(self, patience: float) -> None:
         self.switch.claim(self.switch.target(), self.now, patience)
+        self.patience_ends = self.now + patience
         if self.switch.may_write():
             self.writing = self.switch.claimed
             self.contents[self.writing] = None
@@ -75,9 +78,21 @@ class Switching(RuleBasedStateMachine):
 
     @rule()
     def cancel_the_overdue(self) -> None:
+        late = self.switch.claimed >= 0 and self.now >= self.patience_ends
         for name in self.switch.overdue(self.now, 10.0):
             del self.reading[name]
             self.switch.leave(name)
+            self.cancelled.append(name)
+        assert not late or self.switch.may_write(), "no reader holds a writer up beyond its patience"
+
+    @rule()
+    @precondition(lambda self: self.cancelled and self.version)
+    def one_that_was_cancelled_starts_again(self) -> None:
+        half = self.switch.find(self.version - 1)
+        assert half is not None, "the newest version is always to be had"
+        name = self.cancelled.pop()
+        self.reading[name] = (half, self.version - 1)
+        self.switch.enter(name, half, self.now)
 
     @invariant()
     def nobody_reads_what_is_written(self) -> None:

@@ -120,7 +120,7 @@ def test_a_layout_from_the_network_is_checked() -> None:
 
 def test_chunks_are_small_enough_that_every_stream_has_work() -> None:
     assert layout.chunk_size(1 << 30, 6, 4 << 20) == 4 << 20
-    assert layout.chunk_size(60_000, 6, 4 << 20) == 12288
+    assert layout.chunk_size(6_000_000, 6, 4 << 20) == 32768
     assert layout.chunk_size(10, 6, 4 << 20) == 4096
     data = memoryview(bytes(range(256)) * 64)
     assert len(layout.chunk_hashes(data, 5000)) == 4

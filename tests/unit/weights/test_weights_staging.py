@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,16 @@ SHAPE = layout.build([("w", (100, 32), "BF16"), ("b", (7,), "F32")])
 def place(staging: Staging, version: int, byte: int, base: Path | None = None) -> Path:
     draft = staging.draft(SHAPE, export_tied=False)
     draft.create(base)
-    if base is None:
-        draft.data[:] = bytes([byte]) * SHAPE.size_bytes
-    else:
-        draft.data[:1] = bytes([byte])
+    data = memoryview(bytearray(bytes([byte]) * SHAPE.size_bytes))
+    if base is not None:
+        draft.read_base(1, data[1:])
+    draft.write(0, data)
     draft.finish(version, f"{byte:02x}" * 16)
     return staging.place(draft, version, f"{byte:02x}" * 16)
 
 
 def test_a_file_in_place_is_never_written_again(tmp_path: Path) -> None:
+    """Fault 31: staged weights are replaced, never rewritten while an engine maps them."""
     staging = Staging(tmp_path, "policy")
     first = place(staging, 1, 0xAA)
     before = first.read_bytes()
@@ -71,3 +73,16 @@ def test_a_model_id_cannot_leave_its_directory(tmp_path: Path) -> None:
     assert {place.parent for place in places} == {tmp_path / "root"}
     assert len(set(places)) == len(names), "no two models share one"
     assert all(place.exists() for place in (*places, outside))
+
+
+def test_a_directory_that_was_removed_is_made_again_and_one_that_cannot_be_is_a_weight_error(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "root", "policy")
+    shutil.rmtree(tmp_path / "root")
+    staging.clean(set())
+    assert place(staging, 1, 0x11).exists()
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").write_text("a file")
+    with pytest.raises(WeightError, match="staging in "):
+        staging.clean(set())
+    with pytest.raises(WeightError, match=f"staging {staging.draft(SHAPE, False).size_bytes} bytes in"):
+        staging.draft(SHAPE, export_tied=False).create(None)

@@ -8,6 +8,8 @@ import pytest
 
 from astraflow.protocol.errors import BadMessage, Conflict, Unavailable
 from astraflow.weights.buffer import HalfSwitch, Held
+from astraflow.weights.chain import Chain
+from astraflow.weights.delta import Delta
 from astraflow.weights.transfers import Transfer, TransferBook
 
 
@@ -17,10 +19,11 @@ def made(most: int = 3) -> tuple[TransferBook, HalfSwitch]:
 
 
 def opened(book: TransferBook, name: str, half: int = 0) -> Transfer:
-    return book.open(name, "full", half + 1, half, b"", 1000, -1, 0.0)
+    return book.open(name, half + 1, half, 1000, None, 0.0)
 
 
 def test_a_transfer_holds_its_half_from_ticket_to_verdict() -> None:
+    """Fault 6: size, version and half of a transfer are fixed together, and stay until its end."""
     book, switch = made()
     transfer = opened(book, "r")
     switch.claim(0, 1.0, 5.0)
@@ -41,7 +44,7 @@ def test_only_its_own_receiver_may_end_a_transfer() -> None:
 
 def test_a_delta_holds_no_half_but_is_watched() -> None:
     book, switch = made()
-    transfer = book.open("r", "delta", 2, 1, b"xyz", 3, 1, 0.0)
+    transfer = book.open("r", 2, 1, 3, Chain((Delta(1, "a", 2, "b", b"xyz", 1),)), 0.0)
     switch.claim(0, 0.0, 0.0)
     assert switch.may_write()
     assert switch.overdue(61.0, 60.0) == [transfer.id]
@@ -51,12 +54,13 @@ def test_a_delta_holds_no_half_but_is_watched() -> None:
 
 
 def test_a_receiver_that_asks_again_replaces_its_transfer_and_there_is_a_limit() -> None:
+    """Fault 7: the state of an old transfer is never taken for that of the new one; faults 34 and 38: the book is bounded."""
     book, switch = made(most=2)
     first = opened(book, "r")
     second = opened(book, "r")
     assert (len(book), switch.readers(0)) == (1, [second.id])
     with pytest.raises(Conflict):
-        book.for_stream(first.id, 0, 10, 8)
+        book.for_stream(first.id, 0, 10, 8, None)
     opened(book, "s")
     with pytest.raises(Unavailable):
         opened(book, "t")
@@ -65,10 +69,10 @@ def test_a_receiver_that_asks_again_replaces_its_transfer_and_there_is_a_limit()
 def test_ranges_outside_of_the_transfer_are_refused() -> None:
     book, _ = made()
     transfer = opened(book, "r")
-    assert book.for_stream(transfer.id, 990, 10, 8) is transfer
+    assert book.for_stream(transfer.id, 990, 10, 8, None) is transfer
     for offset, length in ((-1, 5), (0, 0), (0, -1), (991, 10), (1000, 1), (0, 1 << 63)):
         with pytest.raises(BadMessage):
-            book.for_stream(transfer.id, offset, length, 8)
+            book.for_stream(transfer.id, offset, length, 8, None)
 
 
 def test_a_cancelled_half_is_free_only_when_the_last_stream_has_let_go() -> None:

@@ -8,6 +8,9 @@ ENGINES: Registry = Registry(
     "engines",
     {
         "embedded": "astraflow.raas.engines.process:embedded",
+        "vllm": "astraflow.raas.engines.vllm:vllm",
+        "sglang": "astraflow.raas.engines.sglang:sglang",
+        "openai": "astraflow.raas.engines.openai:OpenAIEngine",
         "scripted": "astraflow.raas.engines.scripted:ScriptedEngine",
     },
 )

@@ -9,10 +9,11 @@ under the new weights, each token stamped with the version that sampled it.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -20,10 +21,12 @@ import xxhash
 from astraflow.lib.aio import Backoff
 from astraflow.lib.tokenizer import Tokenizer
 from astraflow.protocol.control import EngineStatus
-from astraflow.protocol.errors import AstraFlowError
+from astraflow.protocol.errors import AstraFlowError, ConfigError
 from astraflow.protocol.rollout import Boundary, Serving
 from astraflow.raas.config import EngineConfig
 from astraflow.workflows.api import ModelRequest, ModelResponse
+
+T = TypeVar("T")
 
 MAX_EMPTY_ABORTS = 100
 """Interruptions in a row that bring no token: with back-off up to 1 s this is well over a minute of an engine that does nothing."""
@@ -61,6 +64,8 @@ class EngineReport(msgspec.Struct, kw_only=True):
     serving: Serving | None
     """The receipt: what the engine itself confirmed to have loaded last; None before the first load."""
     metrics: dict[str, float] = {}
+    has_model: bool = True
+    """Its log-probs come from the weights that were loaded, so that the canary can check them; False for scripted answers."""
 
 
 class Engine(Protocol):
@@ -107,12 +112,20 @@ class EngineSetup:
     architecture: dict[str, object] = field(default_factory=dict)
     """Overrides of config.json."""
     staged: Callable[[], Weights | None]
-    """Newest staged weights: what an engine that has to start again loads."""
+    """Newest staged weights, verified: what an engine that has to start again loads. Reads the file, so it is called in a thread."""
     on_death: Callable[[str], None]
     """Called with a reason when the engine is beyond its restart limit."""
     log_path: Path
     """For the output of an engine's process."""
     seed: int = 0
+
+
+def typed_options(config: EngineConfig, kind: type[T]) -> T:
+    """`raas.engine.options` as the Struct of this kind of engine. Raises ConfigError naming the field."""
+    try:
+        return msgspec.convert(config.options, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"raas.engine.options: {error}") from None
 
 
 class Piece(msgspec.Struct, kw_only=True):
@@ -127,13 +140,18 @@ class Piece(msgspec.Struct, kw_only=True):
 
 
 async def generate_through_aborts(
-    once: Callable[[ModelRequest], Awaitable[Piece]], request: ModelRequest, *, pauses: Backoff | None = None
+    once: Callable[[ModelRequest], Awaitable[Piece]],
+    request: ModelRequest,
+    *,
+    pauses: Backoff | None = None,
+    stopped: Callable[[list[int]], bool] | None = None,
 ) -> ModelResponse:
     """Ask again with the tokens so far until the generation ends by itself (case G23).
 
     The budget is over the whole call: each try asks for what is left of `request.max_new_tokens`. An abort that used the
     budget up ends as `length`; an abort without tokens resumes after a pause. Every further try samples with its own seed:
-    the same one would draw the same random numbers again. Raises EngineError(aborted) after MAX_EMPTY_ABORTS in a row.
+    the same one would draw the same random numbers again. `stopped`: whether these new tokens hold a stop text; one that begins
+    before an interruption and ends after it is seen by nobody else. Raises EngineError(aborted) after MAX_EMPTY_ABORTS in a row.
     """
     pauses = pauses or Backoff(0.01, 2.0, 1.0)
     out = ModelResponse(output_ids=[], logprobs=[], versions=[], finish="length")
@@ -148,6 +166,9 @@ async def generate_through_aborts(
         out.logprobs += piece.logprobs
         out.versions += piece.versions
         timelines += [piece.timeline] if piece.output_ids else []
+        if tries > 1 and stopped is not None and stopped(out.output_ids):
+            _cut(out, 1 + bisect_left(range(1, len(out.output_ids)), True, key=lambda count: stopped(out.output_ids[:count])))
+            break
         if piece.finish != "abort":
             out.finish = piece.finish
             break
@@ -160,6 +181,12 @@ async def generate_through_aborts(
             pauses.reset()
     out.timeline = min(timelines, default=0)
     return out
+
+
+def _cut(out: ModelResponse, count: int) -> None:
+    """End it after its first `count` tokens: those that complete a stop text."""
+    out.output_ids, out.logprobs, out.versions = out.output_ids[:count], out.logprobs[:count], out.versions[:count]
+    out.finish = "stop"
 
 
 def check_piece(output_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], limit: int) -> None:

@@ -34,7 +34,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._incoming = frames.FrameBuffer()
+        self._incoming = frames.to_child()
         self._unsent = bytearray()
         self._ready: deque[ToChild] = deque()
         self._selector = selectors.DefaultSelector()
@@ -69,7 +69,7 @@ class Link:
             data = b""
         if not data:
             self.closed = True
-        self._ready.extend(frames.decode_to_child(body) for body in self._incoming.feed(data))
+        self._ready.extend(self._incoming.feed(data))
 
     def _flush(self) -> None:
         try:

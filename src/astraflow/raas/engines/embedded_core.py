@@ -60,6 +60,8 @@ class EmbeddedEngineCore:
         self.timeline, self.version, self.digest = 0, -1, ""
         self.epoch = 0
         """Counts successful loads: the weights' part of every cache key, whatever versions and timelines are called."""
+        self._spoiled = False
+        """Logits were not finite under these weights, so keys may not be either."""
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._tokenizer: Tokenizer | None = None
         self._rate: list[tuple[float, int]] = []
@@ -182,6 +184,7 @@ class EmbeddedEngineCore:
         answers: list[Answer] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
+                self._spoiled = True
                 message = f"logits are not finite under version {self.version} of timeline {self.timeline}"
                 answers.append(self._fail(sequence, message))
                 continue
@@ -248,6 +251,9 @@ class EmbeddedEngineCore:
         self.timeline, self.version, self.digest = timeline, version, digest
         self.epoch += 1
         self.cache.flush(self.epoch)
+        if self._spoiled:
+            self.model.kv.clean()
+            self._spoiled = False
         keep = self.options.kv_on_update == "keep"
         self.counts["recomputed_tokens"] += self.scheduler.new_weights(self.epoch, keep=keep)
         seconds = time.perf_counter() - started

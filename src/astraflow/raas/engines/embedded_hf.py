@@ -26,6 +26,8 @@ class NoStore:
 
     def move(self, change: Move) -> None: ...
 
+    def clean(self) -> None: ...
+
     def read(self, sequence: Sequence, start: int, end: int) -> torch.Tensor:
         return torch.empty(0, end - start, 0)
 

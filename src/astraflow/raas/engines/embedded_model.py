@@ -1,14 +1,14 @@
 """The forward pass over one step's segments, and the key-value store it reads and writes.
 
 Shapes: T tokens of the step, laid flat without padding; D hidden; H query heads in G groups over K key heads; P head size; L keys.
-Matrix products run once over all T tokens, whatever their sequences; only attention looks at sequences. Segments of equal
-length and start in evenly spaced rows attend in one call. A run that several sequences share is computed by its owner; within
-the layer its keys go to those that still compute behind it in this step, and after the step, all layers at once, to the others.
+Matrix products run once over all T tokens, whatever their sequences; only attention looks at sequences, and pads where one call
+for many is worth it. A run that several sequences share is computed by its owner; within the layer its keys go to those that still
+compute behind it in this step, and after the step, all layers at once, to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +19,10 @@ from astraflow.raas.engines.embedded_batch import Move, Resize, Segment, Sequenc
 from astraflow.raas.engines.embedded_weights import Weights
 
 EXPLICIT_SCORES = 1 << 22
-"""Up to so many scores on a CPU, two matrix products beat torch's fused attention by a fifth (64 sequences, 80 keys, measured)."""
-
-
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-def choose_linear(device: torch.device, dtype: torch.dtype) -> Linear:
-    """fp32 on a CPU: oneDNN, which uses AVX-512 on every maker's chips; torch's default there (MKL) was 2.4× slower on an AMD EPYC."""
-    onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return _onednn_linear if device.type == "cpu" and dtype == torch.float32 and onednn else F.linear
+"""Up to so many scores on a CPU, two matrix products beat torch's fused attention: by a third at 64 sequences of 75 keys, by half at
+64 prompts of 54 tokens (measured)."""
+SMALL_SCORES = 4096
+"""So many scores per head may be padding in any call: they cost less than a call of their own."""
 
 
 class KVStore:
@@ -57,6 +47,11 @@ class KVStore:
         pool = self.pools[change.capacity]
         pool[:, :, change.target, :, : change.length] = pool[:, :, change.source, :, : change.length]
 
+    def clean(self) -> None:
+        """What is not finite becomes 0: behind its mask it would still spoil whoever gets the row next (0 · NaN)."""
+        for pool in self.pools.values():
+            pool.nan_to_num_(0.0, 0.0, 0.0)
+
     def read(self, sequence: Sequence, start: int, end: int) -> torch.Tensor:
         """View [layers, 2, K, end − start, P]."""
         return self.pools[sequence.capacity][:, :, sequence.row, :, start:end]
@@ -70,36 +65,49 @@ class KVStore:
 
 @dataclass
 class Block:
-    """Segments that attend in one call: `count` rows, evenly spaced in one pool, `length` query tokens each."""
+    """Runs that attend in one call: `count` evenly spaced rows of one pool with `queries` query tokens each, the shorter ones padded."""
 
     capacity: int
     rows: slice
     count: int
-    first: int
-    """Place of the first query in the flat step."""
-    length: int
+    queries: int
     keys: int
     """L: keys that the longest row sees."""
+    first: int
+    end: int
+    """Its tokens in the flat step."""
     mask: torch.Tensor | None
-    """Additive, broadcast against [count, K, G · length, L]; None = every row sees all L keys."""
-    segments: list[Segment]
-    row_index: torch.Tensor
+    """Additive, broadcast against [count, K, G · queries, L]; None = every row sees all L keys."""
+    padded: torch.Tensor | None
+    """Per [count · queries] place a token from `first` on; None = nothing is padded."""
+    real: torch.Tensor | None
+    """Per token its place in [count · queries]."""
+
+
+@dataclass
+class Store:
+    """Where the keys of a step go in one pool."""
+
+    capacity: int
+    tokens: torch.Tensor | None
+    """Flat places to take, None = all in order."""
+    rows: torch.Tensor
     positions: torch.Tensor
-    """[count] of the first query token."""
-    copies: list[tuple[Sequence, Segment, int]]
-    """(receiver, segment, its first flat place): keys handed on within the layer."""
 
 
 @dataclass
 class Step:
-    """A plan as tensors."""
+    """A plan as tensors. Keys are stored before anything attends, so within a layer the order of the runs is free."""
 
     ids_T: torch.Tensor
     cos_T1P: torch.Tensor
     sin_T1P: torch.Tensor
+    stores: list[Store]
     blocks: list[Block]
     last: torch.Tensor
     """Flat places whose logits are wanted, in the order of the segments that end a sequence."""
+    hidden_TI: torch.Tensor
+    """Room for the MLP's inner activations, used by every layer: fresh memory costs more than the arithmetic."""
 
 
 class Model:
@@ -111,7 +119,6 @@ class Model:
         self.kv_token_bytes = arch.kv_token_bytes(dtype.itemsize)
         self.weights = Weights(arch, dtype, device)
         self.kv = KVStore(arch, dtype, device)
-        self._linear = choose_linear(device, dtype)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), torch.tensor(inverse_frequencies(arch), dtype=torch.float32))
         self._cos, self._sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -123,13 +130,7 @@ class Model:
         for index in range(self.arch.layers):
             x_TD = self._layer(index, x_TD, step)
         self._hand_on(segments)
-        return self._logits(x_TD.index_select(0, step.last))
-
-    def _logits(self, x_SD: torch.Tensor) -> torch.Tensor:
-        return self._product(self._norm(x_SD, self.weights.norm), self.weights.head, None).float()
-
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._linear(x, weight, bias)
+        return self.weights.head(self._norm(x_TD.index_select(0, step.last), self.weights.norm)).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -138,46 +139,34 @@ class Model:
 
     def _layer(self, index: int, x_TD: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self.weights.layers[index]
-        attended = self._attention(index, self._norm(x_TD, layer.norm_attention), step)
-        x_TD = x_TD + self._product(attended, layer.o, layer.o_bias)
-        gate, up = self._product(self._norm(x_TD, layer.norm_mlp), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x_TD + self._product(F.silu(gate) * up, layer.down, layer.down_bias)
+        x_TD = layer.o(self._attention(index, self._norm(x_TD, layer.norm_attention), step)).add_(x_TD)
+        gate, up = layer.gate_up(self._norm(x_TD, layer.norm_mlp)).chunk(2, dim=-1)
+        torch.mul(F.silu(gate, inplace=True), up, out=step.hidden_TI)
+        return layer.down(step.hidden_TI).add_(x_TD)
 
     def _attention(self, index: int, x_TD: torch.Tensor, step: Step) -> torch.Tensor:
         arch, layer = self.arch, self.weights.layers[index]
         total = x_TD.shape[0]
-        qkv = self._product(x_TD, layer.qkv, layer.qkv_bias).view(total, arch.heads + 2 * arch.kv_heads, arch.head_dim)
+        qkv = layer.qkv(x_TD).view(total, arch.heads + 2 * arch.kv_heads, arch.head_dim)
         queries, keys = qkv[:, : arch.heads], qkv[:, arch.heads : arch.heads + arch.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             queries.copy_(self._norm(queries, layer.q_norm))
             keys.copy_(self._norm(keys, layer.k_norm))
         _rotate(qkv[:, : arch.heads + arch.kv_heads], step.cos_T1P, step.sin_T1P)
-        kv = qkv[:, arch.heads :].view(total, 2, arch.kv_heads, arch.head_dim)
-        out = torch.empty(total, arch.heads * arch.head_dim, dtype=x_TD.dtype, device=x_TD.device)
-        for block in step.blocks:
-            self._store(index, block, kv)
-            end = block.first + block.count * block.length
-            out[block.first : end] = self._attend(index, block, queries[block.first : end])
-        return out
-
-    def _store(self, index: int, block: Block, kv_T2KP: torch.Tensor) -> None:
-        pool = self.kv.pools[block.capacity][index]  # [2, rows, K, capacity, P]
-        end = block.first + block.count * block.length
-        if block.length == 1:
-            # Two index arrays around a slice put their axis in front: [count, 2, K, P].
-            pool[:, block.row_index, :, block.positions] = kv_T2KP[block.first : end]
-        else:
-            start = block.segments[0].start
-            words = kv_T2KP[block.first : end].view(block.count, block.length, *kv_T2KP.shape[1:]).permute(2, 0, 3, 1, 4)
-            pool[:, block.rows, :, start : start + block.length] = words
-        for receiver, segment, first in block.copies:
-            words = kv_T2KP[first : first + segment.length].permute(1, 2, 0, 3)
-            self.kv.pools[receiver.capacity][index][:, receiver.row, :, segment.start : segment.end] = words
+        kv_T2KP = qkv[:, arch.heads :].view(total, 2, arch.kv_heads, arch.head_dim)
+        for store in step.stores:
+            # Two index arrays around a slice put their axis in front: [tokens, 2, K, P] into [2, rows, K, capacity, P].
+            words = kv_T2KP if store.tokens is None else kv_T2KP.index_select(0, store.tokens)
+            self.kv.pools[store.capacity][index][:, store.rows, :, store.positions] = words
+        outputs = [self._attend(index, block, queries[block.first : block.end]) for block in step.blocks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, index: int, block: Block, q_THP: torch.Tensor) -> torch.Tensor:
-        """[count · length, H · P]. Query heads of one key head become query tokens of it, so keys are never repeated."""
-        arch, n, m = self.arch, block.count, block.length
+        """[tokens, H · P]. Query heads of one key head become query tokens of it, so keys are never repeated."""
+        arch, n, m = self.arch, block.count, block.queries
         keys, values = self.kv.pools[block.capacity][index][:, block.rows, :, : block.keys].unbind(0)
+        if block.padded is not None:
+            q_THP = q_THP.index_select(0, block.padded)
         q = q_THP.reshape(n, m, arch.kv_heads, arch.group, arch.head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, arch.kv_heads, arch.group * m, arch.head_dim)
         if self.device.type == "cpu" and n * arch.heads * m * block.keys <= EXPLICIT_SCORES:
@@ -188,7 +177,8 @@ class Model:
         else:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=block.mask)
         out = out.view(n, arch.kv_heads, arch.group, m, arch.head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(n * m, arch.heads * arch.head_dim)
+        out = out.reshape(n * m, arch.heads * arch.head_dim)
+        return out if block.real is None else out.index_select(0, block.real)
 
     def _hand_on(self, segments: list[Segment]) -> None:
         """After the layers: keys of shared runs to the sequences that computed nothing themselves."""
@@ -210,70 +200,109 @@ class Model:
     def _prepare(self, segments: list[Segment]) -> Step:
         ids: list[int] = []
         positions: list[int] = []
-        for segment in segments:
+        places: dict[int, int] = {}
+        ordered = _laid_out(segments)
+        for segment in ordered:
+            places[id(segment)] = len(ids)
             ids += segment.owner.tokens[segment.start : segment.end]
             positions += range(segment.start, segment.end)
-        last: list[int] = []
-        flat = 0
-        for segment in segments:
-            flat += segment.length
-            if segment.ends:
-                last.append(flat - 1)
-        index = torch.tensor(positions, device=self.device)
+        index = self._tensor(positions)
         return Step(
-            ids_T=torch.tensor(ids, device=self.device),
+            ids_T=self._tensor(ids),
             cos_T1P=self._cos[index].unsqueeze(1),
             sin_T1P=self._sin[index].unsqueeze(1),
-            blocks=self._blocks(segments),
-            last=torch.tensor(last, dtype=torch.int64, device=self.device),
+            stores=self._stores(ordered, len(ids)),
+            blocks=[self._block(run, places[id(run[0])]) for run in _runs(ordered)],
+            last=self._tensor([places[id(segment)] + segment.length - 1 for segment in segments if segment.ends]),
+            hidden_TI=torch.empty(len(ids), self.arch.intermediate, dtype=self.dtype, device=self.device),
         )
 
-    def _blocks(self, segments: list[Segment]) -> list[Block]:
-        owners = {id(segment.owner) for segment in segments}
-        blocks: list[Block] = []
-        flat, start = 0, 0
-        while start < len(segments):
-            end = _same_shape(segments, start)
-            blocks.append(self._block(segments[start:end], flat, owners))
-            flat += sum(segment.length for segment in segments[start:end])
-            start = end
-        return blocks
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def _block(self, group: list[Segment], first: int, owners: set[int]) -> Block:
-        head = group[0]
-        row, length = head.owner.row, head.length
-        step = group[1].owner.row - row if len(group) > 1 else 1
-        starts = [segment.start for segment in group]
-        keys = max(starts) + length
-        copies = [
-            (receiver, segment, first + place * length)
-            for place, segment in enumerate(group)
-            for receiver in segment.rows[1:]
-            if id(receiver) in owners
+    def _stores(self, ordered: list[Segment], total: int) -> list[Store]:
+        """To the owners of the runs, and to those receivers that compute behind them in this step."""
+        owners = {id(segment.owner) for segment in ordered}
+        tables: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        flat = 0
+        for segment in ordered:
+            for receiver in segment.rows:
+                if receiver is segment.owner or id(receiver) in owners:
+                    tokens, rows, positions = tables.setdefault(receiver.capacity, ([], [], []))
+                    tokens += range(flat, flat + segment.length)
+                    rows += [receiver.row] * segment.length
+                    positions += range(segment.start, segment.end)
+            flat += segment.length
+        return [
+            Store(capacity, None if tokens == list(range(total)) else self._tensor(tokens), self._tensor(rows), self._tensor(positions))
+            for capacity, (tokens, rows, positions) in tables.items()
         ]
+
+    def _block(self, run: list[Segment], first: int) -> Block:
+        row = run[0].owner.row
+        step = run[1].owner.row - row if len(run) > 1 else 1
+        lengths = [segment.length for segment in run]
+        queries, total, keys = max(lengths), sum(lengths), max(segment.end for segment in run)
+        padded = real = None
+        if total < queries * len(run):
+            # A padded query computes some other token again, and nobody looks at the result.
+            places = [(place, offset) for place, length in enumerate(lengths) for offset in range(length)]
+            real = self._tensor([place * queries + offset for place, offset in places])
+            padded = torch.zeros(len(run) * queries, dtype=torch.int64, device=self.device)
+            padded[real] = torch.arange(total, device=self.device)
         return Block(
-            capacity=head.owner.capacity,
-            rows=slice(row, row + (len(group) - 1) * step + 1, step),
-            count=len(group),
-            first=first,
-            length=length,
+            capacity=run[0].owner.capacity,
+            rows=slice(row, row + (len(run) - 1) * step + 1, step),
+            count=len(run),
+            queries=queries,
             keys=keys,
-            mask=self._mask(starts, length, keys),
-            segments=group,
-            row_index=torch.tensor([segment.owner.row for segment in group], device=self.device),
-            positions=torch.tensor(starts, device=self.device),
-            copies=copies,
+            first=first,
+            end=first + total,
+            mask=self._mask([segment.start for segment in run], queries, keys),
+            padded=padded,
+            real=real,
         )
 
-    def _mask(self, starts: list[int], length: int, keys: int) -> torch.Tensor | None:
-        if length == 1 and min(starts) == max(starts):
+    def _mask(self, starts: list[int], queries: int, keys: int) -> torch.Tensor | None:
+        equal = min(starts) == max(starts)
+        if queries == 1 and equal:
             return None
-        if length == 1:
-            seen = torch.tensor(starts, device=self.device).view(-1, 1, 1, 1)
-        else:  # one start for all rows; the queries repeat for every query head of a group
-            seen = torch.arange(starts[0], starts[0] + length, device=self.device).repeat(self.arch.group).view(1, 1, -1, 1)
-        hidden = torch.arange(keys, device=self.device) > seen
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        seen = self._tensor(starts[:1] if equal else starts).unsqueeze(1) + torch.arange(queries, device=self.device)
+        if queries > 1:  # the queries repeat for every query head of a group
+            seen = seen.repeat(1, self.arch.group)
+        hidden = torch.arange(keys, device=self.device) > seen.unsqueeze(-1)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return mask.unsqueeze(1)
+
+
+def _laid_out(segments: list[Segment]) -> list[Segment]:
+    """Such that runs which can attend together are neighbours: single tokens first, then every owner's first run, second run …"""
+    seen: dict[int, int] = {}
+    keys = {}
+    for segment in segments:
+        owner = segment.owner
+        nth = seen[id(owner)] = seen.get(id(owner), 0) + 1
+        keys[id(segment)] = (owner.capacity, segment.length > 1, nth, owner.row)
+    return sorted(segments, key=lambda segment: keys[id(segment)])
+
+
+def _runs(ordered: list[Segment]) -> Iterator[list[Segment]]:
+    """Cut into runs that attend in one call: one pool, evenly spaced rows, and at most half as much padding as work."""
+    run: list[Segment] = []
+    longest = keys = useful = step = 0
+    for this in ordered:
+        gap = this.owner.row - run[-1].owner.row if run else 0
+        wider, taller, work = max(longest, this.length), max(keys, this.end), useful + this.length * this.end
+        even = bool(run) and this.owner.capacity == run[0].owner.capacity and gap >= 1 and gap == (step or gap)
+        if even and (len(run) + 1) * wider * taller <= 1.5 * work + SMALL_SCORES:
+            run.append(this)
+            longest, keys, useful, step = wider, taller, work, gap
+            continue
+        if run:
+            yield run
+        run, longest, keys, useful, step = [this], this.length, this.end, this.length * this.end, 0
+    if run:
+        yield run
 
 
 def _adjacent(sequences: list[Sequence]) -> list[list[Sequence]]:
@@ -294,17 +323,3 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     turned = one * sin
     one.mul_(cos).sub_(two * sin)
     two.mul_(cos).add_(turned)
-
-
-def _same_shape(segments: list[Segment], start: int) -> int:
-    """End of the run of segments that can attend in one call: same pool, length and (but for single tokens) start, evenly spaced rows."""
-    head = segments[start]
-    end, step = start + 1, 0
-    while end < len(segments):
-        this, before = segments[end], segments[end - 1]
-        gap = this.owner.row - before.owner.row
-        same = this.owner.capacity == head.owner.capacity and this.length == head.length
-        if not same or gap < 1 or (step and gap != step) or (head.length > 1 and this.start != head.start):
-            break
-        step, end = gap, end + 1
-    return end

@@ -1,25 +1,21 @@
 """What the RaaS process and an engine's child process say to each other over a socketpair.
 
-A frame is a 4-byte little-endian length followed by the msgpack of one Struct of a tagged union: `ToChild` going down,
-`FromChild` coming up. The child handles frames in the order they arrive, between two decode steps. Every `Generate` is
-answered by exactly one `Done` or `Failed`, every `Load` by one `Loaded` or `LoadFailed`, every `Ping` by one `Pong`.
+Frames as in `lib/frames.py`: `ToChild` going down, `FromChild` coming up. The child handles frames in the order they arrive, between
+two decode steps. Every `Generate` is answered by exactly one `Done` or `Failed`, every `Load` by one `Loaded` or `LoadFailed`,
+every `Ping` by one `Pong`.
 Torch-free: both sides import this file.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Literal
 
 import msgspec
 
-from astraflow.protocol.errors import BadMessage
+from astraflow.lib.frames import FrameReader, pack
 from astraflow.workflows.api import ModelRequest, ModelResponse
 
-HEADER = struct.Struct("<I")
-"""Length of the body that follows, in bytes."""
-MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""Far above any request (a 1M-token prompt is 5 MB); a larger length means that the stream is out of step."""
+__all__ = ["from_child", "pack", "to_child"]
 
 
 # --- to the child -------------------------------------------------------------------------------------------------------
@@ -144,60 +140,12 @@ class Pong(msgspec.Struct, kw_only=True, tag="pong"):
 ToChild = Init | Generate | Cancel | Load | Ping | Stop
 FromChild = Ready | Done | Failed | Loaded | LoadFailed | Pong
 
-_encoder = msgspec.msgpack.Encoder()
-_to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
-_from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
+
+def to_child() -> FrameReader[ToChild]:
+    """Reads what the child gets."""
+    return FrameReader(ToChild, "frame to child")
 
 
-def pack(frame: ToChild | FromChild) -> bytes:
-    """Header and body of one frame."""
-    body = _encoder.encode(frame)
-    if len(body) > MAX_FRAME_BYTES:
-        raise BadMessage(f"frame {type(frame).__name__}: {len(body)} bytes, limit {MAX_FRAME_BYTES}")
-    return HEADER.pack(len(body)) + body
-
-
-def body_length(header: bytes) -> int:
-    """Length announced by a 4-byte header. Raises BadMessage when no honest peer would send it."""
-    (length,) = HEADER.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise BadMessage(f"frame of {length} bytes announced, limit {MAX_FRAME_BYTES}: the stream is out of step")
-    return int(length)
-
-
-def decode_to_child(body: bytes | memoryview) -> ToChild:
-    """Frame that the child received. Raises BadMessage with the field's path."""
-    try:
-        return _to_child.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadMessage(f"frame to child: {error}") from None
-
-
-def decode_from_child(body: bytes | memoryview) -> FromChild:
-    """Frame that the RaaS process received. Raises BadMessage with the field's path."""
-    try:
-        return _from_child.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadMessage(f"frame from child: {error}") from None
-
-
-class FrameBuffer:
-    """Cuts a byte stream into frame bodies: feed what was read, get every body that is complete."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Complete bodies, in order. The rest stays (at most one frame, so bounded by MAX_FRAME_BYTES)."""
-        self._data += data
-        bodies: list[bytes] = []
-        start = 0
-        while len(self._data) - start >= HEADER.size:
-            body_start = start + HEADER.size
-            end = body_start + body_length(bytes(self._data[start:body_start]))
-            if len(self._data) < end:
-                break
-            bodies.append(bytes(self._data[body_start:end]))
-            start = end
-        del self._data[:start]
-        return bodies
+def from_child() -> FrameReader[FromChild]:
+    """Reads what the RaaS process gets."""
+    return FrameReader(FromChild, "frame from child")

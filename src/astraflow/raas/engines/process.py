@@ -21,56 +21,32 @@ from typing import Any
 import msgspec
 
 from astraflow.lib.aio import deadline, one_line
-from astraflow.lib.proc import Child, RestartBook, RestartPolicy
+from astraflow.lib.proc import Child
 from astraflow.lib.registry import closest
 from astraflow.lib.tokenizer import NO_LIMIT
-from astraflow.protocol.control import EngineStatus
 from astraflow.protocol.errors import BY_NAME, AstraFlowError, BadMessage, ConfigError, DeadlinePassed, UserError
 from astraflow.protocol.rollout import Serving
 from astraflow.raas.engines import frames
-from astraflow.raas.engines.base import EngineError, EngineReport, EngineSetup, Weights
+from astraflow.raas.engines.base import EngineError, EngineSetup, Weights
 from astraflow.raas.engines.frames import Cancel, Done, Failed, FromChild, Generate, Init, Load, Loaded, LoadFailed, Ping, Pong, Ready, Stop
+from astraflow.raas.engines.life import SupervisedEngine, last_lines, size_of
 from astraflow.workflows.api import EpisodeError, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
 
 STOP_S = 3.0
 """Time that the child gets to end after Stop before it is terminated."""
-LOG_TAIL_BYTES = 2000
 
 
-class ProcessEngine:
+class ProcessEngine(SupervisedEngine):
     """One engine child and its restarts."""
 
     def __init__(self, kind: str, setup: EngineSetup, argv: Callable[[int], list[str]], init: Init, env: Mapping[str, str] | None = None):
         """argv(fd) is the child's command line."""
-        self._kind, self._setup, self._argv, self._init = kind, setup, argv, init
+        super().__init__(kind, setup)
+        self._argv, self._init = argv, init
         self._env = {**os.environ, **(env or {})}
-        config = setup.config
-        self._book = RestartBook(RestartPolicy(config.max_restarts, config.restart_window_s))
-        self._status = EngineStatus(kind=kind, state="starting")
-        self._serving: Serving | None = None
-        self._metrics: dict[str, float] = {}
-        self._child: Child | None = None
         self._link: _Link | None = None
-        self._up = asyncio.Event()
-        self._dead = ""
-        """Why there is no engine any more; empty while there is hope."""
-        self._life: asyncio.Task[None] | None = None
-
-    # --- Engine -----------------------------------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """The first start must succeed; later deaths are restarted. Raises ConfigError or EngineError with the child's last words."""
-        await self._spawn()
-        self._up.set()
-        self._life = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self._setup.model_id}")
-        self._life.add_done_callback(self._life_ended)
-
-    def _life_ended(self, life: asyncio.Task[None]) -> None:
-        """A bug (or a child that not even SIGKILL ends) must not leave requests waiting for a restart that never comes."""
-        if not life.cancelled() and (error := life.exception()) is not None:
-            self._give_up(f"its supervision failed: {one_line(error)}")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Waits while the engine restarts; the caller's deadline bounds that."""
@@ -87,23 +63,10 @@ class ProcessEngine:
 
     async def _usable(self) -> _Link:
         while True:
-            await self._up.wait()
-            if self._dead:
-                raise EngineError("dead", self._dead)
+            await self._alive()
             if self._link is not None and not self._link.closed.is_set():
                 return self._link
             self._up.clear()  # `_live` has not seen this death yet; it sets the event again
-
-    def report(self) -> EngineReport:
-        return EngineReport(status=self._status, serving=self._serving, metrics=self._metrics)
-
-    async def close(self) -> None:
-        self._dead = self._dead or "closed"
-        if self._life is not None:
-            self._life.cancel()
-            await asyncio.wait({self._life}, timeout=STOP_S)
-        self._up.set()
-        await self._end_child("closed")
 
     # --- one life after the other -------------------------------------------------------------------------------------------
 
@@ -111,7 +74,7 @@ class ProcessEngine:
         """A child that answered Ready. Raises when there is none within `start_s`; nothing is left running then."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        log_start = self._setup.log_path.stat().st_size if self._setup.log_path.exists() else 0
+        log_start = size_of(self._setup.log_path)
         try:
             self._child = Child(
                 self._argv(theirs.fileno()),
@@ -129,21 +92,13 @@ class ProcessEngine:
         try:
             ready = await deadline(self._link.open(self._init), self._setup.config.start_s, f"start of engine {self._setup.model_id}")
         except (EngineError, DeadlinePassed) as error:
-            await self._end_child("did not start")  # first: its last words may come after it closed the socket
-            raise _start_error(self._setup.model_id, self._last_words(log_start) or one_line(error)) from None
+            await self._end("did not start")  # first: its last words may come after it closed the socket
+            words = last_lines(self._setup.log_path, log_start)
+            raise _start_error(self._setup.model_id, words[-1].strip() if words else one_line(error)) from None
         self._status.pid, self._status.state, self._status.message = ready.pid, "ready", ""
         log.info("engine %s: pid %d on %s (%s), up after %.1f s", self._setup.model_id, ready.pid, ready.device, ready.dtype, ready.seconds)
 
-    async def _live(self) -> None:
-        while True:
-            reason = await self._watch()
-            self._up.clear()
-            await self._end_child(reason)
-            if not await self._restart(reason):
-                return
-
     async def _watch(self) -> str:
-        """Until this child is dead; why it is."""
         assert self._link is not None
         config, link = self._setup.config, self._link
         while not link.closed.is_set():
@@ -157,34 +112,9 @@ class ProcessEngine:
                 return f"no sign of life for {silent_s:.0f} s"
         return link.why or "its process ended"
 
-    async def _restart(self, reason: str) -> bool:
-        """Start again, with pauses, up to the limit; load what is staged before any request may come."""
-        while True:
-            start_at = self._book.died(time.monotonic())
-            if start_at is None:
-                self._give_up(f"gave up after {self._book.restarts} restarts: {reason}")
-                return False
-            self._status.state, self._status.message, self._status.restarts = "restarting", reason, self._book.restarts
-            log.warning("engine %s: %s; restart %d", self._setup.model_id, reason, self._book.restarts)
-            await asyncio.sleep(max(0.0, start_at - time.monotonic()))
-            try:
-                await self._spawn()
-            except (AstraFlowError, OSError) as error:
-                reason = one_line(error)
-                continue
-            await self._load_again()
-            self._up.set()
-            return True
-
-    def _give_up(self, reason: str) -> None:
-        self._dead = reason
-        self._status.state, self._status.message, self._serving = "error", reason, None
-        self._up.set()
-        self._setup.on_death(reason)
-
     async def _load_again(self) -> None:
         """The receipt stands meanwhile (no request passes), so that a short restart costs neither lanes nor leases."""
-        weights, before = self._setup.staged(), self._serving
+        weights, before = await asyncio.to_thread(self._setup.staged), self._serving
         if weights is None or self._link is None:
             self._serving = None
             return
@@ -195,13 +125,13 @@ class ProcessEngine:
             self._status.message = f"restarted without weights (had version {before.version if before else -1}): {one_line(error)}"
             log.warning("engine %s: %s", self._setup.model_id, self._status.message)
 
-    async def _end_child(self, reason: str) -> None:
+    async def _end(self, reason: str) -> None:
         link, child = self._link, self._child
         self._link = self._child = None
         if link is not None:
             link.stop(reason)
         if child is not None:
-            code = await asyncio.to_thread(_end, child)
+            code = await asyncio.to_thread(_end_child, child)
             log.info("engine %s: pid %d ended (%s)", self._setup.model_id, child.pid, code)
         self._status.pid = self._status.running = self._status.queued = 0
 
@@ -213,15 +143,6 @@ class ProcessEngine:
         elif isinstance(frame, Pong):
             self._status.running, self._status.queued = frame.running, frame.queued
             self._metrics.update(frame.stats)
-
-    def _last_words(self, log_start: int) -> str:
-        """Last line that this child wrote; one that ended with a message says there why."""
-        with contextlib.suppress(OSError), self._setup.log_path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(log_start, file.tell() - LOG_TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
-            return lines[-1].strip() if lines else ""
-        return ""
 
 
 class _Link:
@@ -299,11 +220,10 @@ class _Link:
             self._writer.write(frames.pack(frame))
 
     async def _read(self) -> None:
-        why = "its process ended"
+        why, incoming = "its process ended", frames.from_child()
         try:
             while True:
-                size = frames.body_length(await self._reader.readexactly(frames.HEADER.size))
-                frame = frames.decode_from_child(await self._reader.readexactly(size))
+                frame = await incoming.read(self._reader)
                 self._asked_at = None
                 self._take(frame)
         except (asyncio.IncompleteReadError, OSError):
@@ -371,7 +291,7 @@ def _start_error(model_id: str, words: str) -> AstraFlowError:
     return EngineError("start", f"engine of {model_id} did not start: {words}")
 
 
-def _end(child: Child) -> int:
+def _end_child(child: Child) -> int:
     code = child.wait(STOP_S)
     return child.terminate(STOP_S) if code is None else code
 

@@ -24,7 +24,7 @@ from astraflow.protocol.control import EngineStatus
 from astraflow.protocol.errors import ConfigError
 from astraflow.protocol.rollout import Serving
 from astraflow.protocol.weights import TensorMeta
-from astraflow.raas.engines.base import EngineError, EngineReport, EngineSetup, Piece, Weights, generate_through_aborts
+from astraflow.raas.engines.base import EngineError, EngineReport, EngineSetup, Piece, Weights, generate_through_aborts, typed_options
 from astraflow.weights.layout import HEADER_KEY, Layout, digest
 from astraflow.workflows.api import ModelRequest, ModelResponse
 
@@ -85,10 +85,7 @@ class ScriptedEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         """Raises ConfigError for options that do not exist."""
-        try:
-            self.options = msgspec.convert(setup.config.options, ScriptedOptions)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"raas.engine.options: {error}") from None
+        self.options = typed_options(setup.config, ScriptedOptions)
         self._setup = setup
         self._solve = _solver(self.options.solver)
         self._serving = Serving(timeline=0, version=0, digest="") if self.options.initial else None
@@ -136,7 +133,8 @@ class ScriptedEngine:
             self._status.state = "ready"
 
     def report(self) -> EngineReport:
-        return EngineReport(status=self._status, serving=self._serving, metrics={"requests": float(self._requests)})
+        metrics = {"requests": float(self._requests)}
+        return EngineReport(status=self._status, serving=self._serving, metrics=metrics, has_model=False)
 
     async def close(self) -> None:
         self._status.state = "error"

@@ -12,7 +12,10 @@ ADVANTAGES = Registry(
         "rloo": "astraflow.trainer.algorithms.advantage:rloo",
         "reinforce_pp": "astraflow.trainer.algorithms.advantage:reinforce_pp",
         "reinforce_pp_baseline": "astraflow.trainer.algorithms.advantage:reinforce_pp_baseline",
+        "gae": "astraflow.trainer.algorithms.advantage:gae",
+        "distill": "astraflow.trainer.algorithms.advantage:distill",
         "reward": "astraflow.trainer.algorithms.advantage:reward",
+        "uniform": "astraflow.trainer.algorithms.advantage:uniform",
     },
 )
 
@@ -24,5 +27,6 @@ LOSSES = Registry(
         "gspo": "astraflow.trainer.algorithms.losses:gspo",
         "cispo": "astraflow.trainer.algorithms.losses:cispo",
         "sapo": "astraflow.trainer.algorithms.losses:sapo",
+        "sft": "astraflow.trainer.algorithms.losses:sft",
     },
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from astraflow.protocol.errors import UserError
 from astraflow.trainer.algorithms.base import AdvantageInput, Bools, Floats, Ints
 
 WHITEN_EPS = 1e-8
@@ -42,6 +43,25 @@ def reinforce_pp_baseline(inputs: AdvantageInput) -> Floats:
     return whiten(to_tokens(inputs, inputs.value - inputs.group_mean), inputs)
 
 
+def gae(inputs: AdvantageInput) -> Floats:
+    """GAE over the policy's loss tokens with the critic's values, whitened over the batch; keeps n = 1. Source: arXiv 1506.02438."""
+    return whiten(gae_with_returns(inputs)[0], inputs)
+
+
+def distill(inputs: AdvantageInput) -> Floats:
+    """On-policy distillation, A = log teacher − log behav per token: its expectation under the policy is the gradient of the reverse
+    KL from policy to teacher. Rewards are not used. Source: arXiv 2306.13649, eq. 4 with the reverse KL, as a policy gradient.
+    """
+    if inputs.teacher_gap is None:
+        raise UserError("algorithm.advantage is 'distill', but the batch has no column extra.teacher_logprobs")
+    return np.where(_live(inputs), inputs.teacher_gap, 0.0)
+
+
+def uniform(inputs: AdvantageInput) -> Floats:
+    """A = 1 on every loss token of scored rows: with loss `sft` it is supervised fine-tuning."""
+    return _live(inputs).astype(np.float64)
+
+
 def reward(inputs: AdvantageInput) -> Floats:
     """Plain REINFORCE: A = R, no baseline. For tests of the estimators and for rewards that are already advantages."""
     return to_tokens(inputs, inputs.value)
@@ -63,11 +83,48 @@ def token_rewards(estimate: Floats, kl: Floats, mask: Bools, row: Ints, coeffici
     return rewards
 
 
+def gae_with_returns(inputs: AdvantageInput) -> tuple[Floats, Floats]:
+    """(advantages before whitening, returns that the critic learns) [N]: the row's value as the reward of its last loss token, KL in
+    the reward on each. Raises UserError without values.
+    """
+    if inputs.values is None:
+        raise UserError("algorithm.advantage is 'gae', which needs the values of a critic")
+    live, config = _live(inputs), inputs.config
+    kl = np.zeros(len(live)) if inputs.kl is None else np.where(live, inputs.kl, 0.0)
+    rewards = token_rewards(np.nan_to_num(inputs.value), kl, live, inputs.row, config.kl_reward)
+    return gae_recursion(rewards, inputs.values, live, inputs.row, config.gamma, config.lam)
+
+
+def gae_recursion(rewards: Floats, values: Floats, mask: Bools, row: Ints, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """(advantages, returns) [N], 0 off the mask: A_t = δ_t + γλ·A_(t+1), δ_t = r_t + γ·V_(t+1) − V_t over the loss tokens of a row,
+    V = 0 after the last; returns A + V. All rows at once, one pass over positions (arXiv 1506.02438, eq. 16).
+    """
+    advantages, returns = np.zeros_like(values), np.zeros_like(values)
+    tokens = np.flatnonzero(mask)
+    if not tokens.size:
+        return advantages, returns
+    _, first, which = np.unique(row[tokens], return_index=True, return_inverse=True)
+    position = np.arange(len(tokens)) - first[which]
+    shape = (len(first), int(position.max()) + 2)
+    r, v, a = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    r[which, position], v[which, position] = rewards[tokens], values[tokens]
+    for t in range(shape[1] - 2, -1, -1):
+        a[:, t] = r[:, t] + gamma * v[:, t + 1] - v[:, t] + gamma * lam * a[:, t + 1]
+    # behind a row's last token r, v and a are 0, so its own recursion begins there
+    advantages[tokens] = a[which, position]
+    returns[tokens] = advantages[tokens] + values[tokens]
+    return advantages, returns
+
+
+def _live(inputs: AdvantageInput) -> Bools:
+    """[N] loss tokens of scored rows."""
+    return inputs.mask & np.isfinite(inputs.value)[inputs.row]
+
+
 def to_tokens(inputs: AdvantageInput, estimate: Floats) -> Floats:
     """Spread [R] estimates over the loss tokens [N]; with KL in the reward, reward-to-go of `token_rewards`."""
-    scored = np.isfinite(inputs.value)
-    live = inputs.mask & scored[inputs.row]
-    estimate = np.where(scored, estimate, 0.0)
+    live = _live(inputs)
+    estimate = np.where(np.isfinite(inputs.value), estimate, 0.0)
     if inputs.kl is None or inputs.config.kl_reward == 0:
         return np.where(live, estimate[inputs.row], 0.0)
     rewards = token_rewards(estimate, np.where(live, inputs.kl, 0.0), live, inputs.row, inputs.config.kl_reward)
@@ -85,7 +142,7 @@ def reward_to_go(rewards: Floats, row: Ints) -> Floats:
 
 def whiten(advantages: Floats, inputs: AdvantageInput) -> Floats:
     """Subtract the mean and divide by the population standard deviation over the scored loss tokens of the batch."""
-    live = inputs.mask & np.isfinite(inputs.value)[inputs.row]
+    live = _live(inputs)
     if not live.any():
         return np.zeros_like(advantages)
     values = advantages[live]

@@ -42,6 +42,10 @@ class AdvantageInput:
     kl: Floats | None
     """[N] k1 = log behav − log ref, detached; None without KL in the reward."""
     config: PPOConfig
+    values: Floats | None = None
+    """[N] the critic's values before the batch's first update; None without one."""
+    teacher_gap: Floats | None = None
+    """[N] log teacher − log behav, detached; None when the batch has no teacher log-probs."""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,12 @@ def sapo(inputs: LossInput) -> TokenLoss:
     return TokenLoss(loss, torch.zeros_like(ratio, dtype=torch.bool), ratio.detach(), torch.ones_like(ratio))
 
 
+def sft(inputs: LossInput) -> TokenLoss:
+    """−A·log θ, no ratio at all: with advantage `uniform` the cross-entropy of supervised fine-tuning, with others plain REINFORCE."""
+    ones = torch.ones_like(inputs.logp)
+    return TokenLoss(-inputs.advantage * inputs.logp, torch.zeros_like(ones, dtype=torch.bool), ones, ones)
+
+
 def importance_weight(inputs: LossInput) -> torch.Tensor:
     """[M] detached w = prox/behav per token, or the product over the row's loss tokens; MIS zeroes weights outside
     [mis_low, mis_high], TIS truncates the rest at tis_c (numerics 13; fengyao.notion.site/off-policy-rl; arXiv 2110.00641).

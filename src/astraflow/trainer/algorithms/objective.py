@@ -12,11 +12,15 @@ import numpy as np
 import torch
 
 from astraflow.trainer.algorithms import ADVANTAGES, LOSSES
+from astraflow.trainer.algorithms.advantage import gae_with_returns
 from astraflow.trainer.algorithms.base import DEFAULT_DENOMINATOR, AdvantageFn, AdvantageInput, Bools, Floats, LossFn, LossInput
 from astraflow.trainer.algorithms.losses import BATCH_MASKS, kl_loss
 from astraflow.trainer.batch import RaggedBatch
 from astraflow.trainer.config import PPOConfig
 from astraflow.trainer.packing import PackedRows
+
+TEACHER = "extra.teacher_logprobs"
+"""Token column that the advantage `distill` reads."""
 
 
 @dataclass
@@ -38,6 +42,10 @@ class StepPlan:
     """[N] log-probs before the batch's first optimizer step; None = θ itself (one optimizer step per batch)."""
     masked: Bools | None = None
     """[N] tokens masked by a rule over the whole batch (M2PO)."""
+    values: Floats | None = None
+    """[N] the critic's values before the batch's first update; None without one."""
+    returns: Floats | None = None
+    """[N] what the critic learns."""
 
     @property
     def n_tokens(self) -> int:
@@ -50,14 +58,17 @@ class StepPlan:
         new_index = np.full(self.batch.n_rows, -1, dtype=np.int64)
         new_index[rows] = np.arange(len(rows))
         compute = new_index[self.compute]
+        ref, prox, values, returns = (None if c is None else c[token] for c in (self.ref, self.prox, self.values, self.returns))
         return StepPlan(
             self.batch.select(rows),
             self.mask[token],
             self.advantage[token],
             self.share[token],
             compute[compute >= 0],
-            None if self.ref is None else self.ref[token],
-            None if self.prox is None else self.prox[token],
+            ref,
+            prox,
+            values=values,
+            returns=returns,
         )
 
 
@@ -95,28 +106,36 @@ class Objective:
         """Whether log-probs without gradients are needed before the loss: M2PO's bound, or prox over several optimizer steps."""
         return self._mask_rule is not None or optimizer_steps > 1
 
-    def plan(self, batch: RaggedBatch, ref: Floats | None) -> StepPlan:
-        """Advantages and masks of the whole batch. `ref` [N]: reference log-probs, needed for KL terms."""
+    def outline(self, batch: RaggedBatch) -> StepPlan:
+        """The mask alone, every row to compute: for passes that advantages depend on."""
+        mask = batch.loss_mask(self.config.truncated)
+        return StepPlan(batch, mask, np.zeros(len(mask)), np.zeros(len(mask)), np.unique(batch.row_of_token[mask]), None)
+
+    def plan(self, batch: RaggedBatch, ref: Floats | None = None, values: Floats | None = None) -> StepPlan:
+        """Advantages and masks of the whole batch. `ref` [N]: reference log-probs, needed for KL terms; `values` [N]: the critic's.
+        Raises UserError for a batch without the columns that the advantage needs.
+        """
         mask = batch.loss_mask(self.config.truncated)
         behav = batch.tokens["logprobs"].astype(np.float64)
-        advantage = np.asarray(
-            self._advantage(
-                AdvantageInput(
-                    value=np.where(batch.rows["scored"], batch.rows["reward_shaped"].astype(np.float64), np.nan),
-                    group_mean=batch.rows["group_reward_mean"].astype(np.float64),
-                    group_std=batch.rows["group_reward_std"].astype(np.float64),
-                    group_size=batch.rows["group_size"].astype(np.int64),
-                    all_equal=batch.rows["reward_all_equal"].astype(bool),
-                    row=batch.row_of_token,
-                    mask=mask,
-                    kl=None if ref is None or self.config.kl_reward == 0 else np.where(mask, behav - ref, 0.0),
-                    config=self.config,
-                )
-            ),
-            dtype=np.float64,
+        teacher = batch.tokens.get(TEACHER)
+        inputs = AdvantageInput(
+            value=np.where(batch.rows["scored"], batch.rows["reward_shaped"].astype(np.float64), np.nan),
+            group_mean=batch.rows["group_reward_mean"].astype(np.float64),
+            group_std=batch.rows["group_reward_std"].astype(np.float64),
+            group_size=batch.rows["group_size"].astype(np.int64),
+            all_equal=batch.rows["reward_all_equal"].astype(bool),
+            row=batch.row_of_token,
+            mask=mask,
+            kl=None if ref is None or self.config.kl_reward == 0 else np.where(mask, behav - ref, 0.0),
+            config=self.config,
+            values=values,
+            teacher_gap=None if teacher is None else np.where(mask, teacher.astype(np.float64) - behav, 0.0),
         )
+        advantage = np.asarray(self._advantage(inputs), dtype=np.float64)
         assert advantage.shape == mask.shape, f"advantage {self.config.advantage!r} gave {advantage.shape} for {mask.shape} tokens"
         plan = StepPlan(batch, mask, np.where(mask, advantage, 0.0), np.zeros(len(mask)), np.zeros(0, dtype=np.int64), ref)
+        if values is not None:
+            plan.values, plan.returns = values, gae_with_returns(inputs)[1]
         self.divide(plan)
         return plan
 

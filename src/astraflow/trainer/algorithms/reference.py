@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -16,6 +16,8 @@ class Reference:
     def __init__(self, parameters: Sequence[torch.Tensor], config: ReferenceConfig):
         """`parameters`: the model's, as loaded; they are copied."""
         self.config = config
+        self.moves = config.kind == "ema"
+        """Whether it is part of a checkpoint."""
         self.values = [parameter.detach().clone() for parameter in parameters]
 
     @contextmanager
@@ -32,6 +34,21 @@ class Reference:
 
     def update(self, parameters: Sequence[torch.Tensor]) -> None:
         """After an optimizer step: ema ← decay·ema + (1 − decay)·θ. The initial reference never moves."""
-        if self.config.kind == "ema":
+        if self.moves:
             with torch.no_grad():
                 torch._foreach_lerp_(self.values, list(parameters), 1 - self.config.ema_decay)
+
+
+class WithoutAdapters(Reference):
+    """The base of a model with LoRA adapters: nothing is copied, they are left out for a pass."""
+
+    def __init__(self, leave_out: Callable[[], AbstractContextManager[None]]):
+        """`leave_out`: inside it the model computes without them."""
+        self.moves = False
+        self._leave_out = leave_out
+
+    @contextmanager
+    def active(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the model computes with its base alone."""
+        with self._leave_out():
+            yield

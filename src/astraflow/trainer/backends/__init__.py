@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from astraflow.lib.registry import Registry
 
-BACKENDS = Registry("backends", {"local": "astraflow.trainer.backends.local:LocalBackend"})
+BACKENDS = Registry(
+    "backends",
+    {"local": "astraflow.trainer.backends.local:LocalBackend", "fsdp": "astraflow.trainer.backends.fsdp:FsdpBackend"},
+)

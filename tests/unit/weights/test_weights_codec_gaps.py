@@ -1,4 +1,4 @@
-"""The delta codec is the identity on words, and damage is noticed."""
+"""The numpy codec is the identity on words, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow.protocol.errors import DigestMismatch
-from astraflow.weights import codec, delta, layout
+from astraflow.weights import codec_gaps as codec
 
 SPECIAL = {
     2: [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x3F80],
@@ -100,32 +100,6 @@ def test_a_block_that_announces_a_huge_plane_allocates_nothing() -> None:
         codec.apply_block(np.zeros(100, "<u2"), block)
 
 
-def test_a_delta_over_mixed_word_sizes_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "BLOCK_WORDS", 100)
-    shape = layout.build([("a", (64, 5), "BF16"), ("b", (33,), "F32"), ("c", (7, 3), "BF16"), ("d", (64,), "F32"), ("e", (0,), "F32")])
-    rng = np.random.default_rng(3)
-    old = rng.integers(0, 256, shape.size_bytes, dtype=np.uint8)
-    new = old.copy()
-    new[rng.integers(0, new.size, 40)] ^= 0x81
-    encoded = delta.encode(shape, memoryview(old), memoryview(new), 1, lambda: False)
-    assert encoded is not None
-    copy = old.copy()
-    assert delta.apply(shape, memoryview(copy), memoryview(encoded[0])) == encoded[1] > 0
-    assert copy.tobytes() == new.tobytes()
-    for damaged in (encoded[0][:-1], encoded[0] + b"\0", b"XXXX" + encoded[0][4:]):
-        with pytest.raises(DigestMismatch):
-            delta.apply(shape, memoryview(old.copy()), memoryview(damaged))
-
-
-def test_a_delta_that_is_no_smaller_than_the_half_is_given_up() -> None:
-    shape = layout.build([("a", (4096,), "BF16")])
-    rng = np.random.default_rng(0)
-    old, new = (rng.integers(0, 256, shape.size_bytes, dtype=np.uint8) for _ in range(2))
-    assert delta.encode(shape, memoryview(old), memoryview(new), 1, lambda: False) is None
-    with pytest.raises(delta.Cancelled):
-        delta.encode(shape, memoryview(old), memoryview(new), 1, lambda: True)
-
-
 def test_a_small_step_costs_few_bytes() -> None:
     rng = np.random.default_rng(0)
     old = (rng.normal(0, 0.02, 1 << 20).astype("<f4").view("<u4") >> 16).astype("<u2")
@@ -134,16 +108,3 @@ def test_a_small_step_costs_few_bytes() -> None:
     new[hit] += rng.choice(np.array([1, 0xFFFF], "<u2"), hit.sum())
     block, changed = codec.encode_block(old, new, zstandard.ZstdCompressor(level=1))
     assert len(block) / changed < 1.6
-
-
-def test_the_shelf_is_bounded_and_exact() -> None:
-    shelf = delta.Shelf(3, 100)
-    for version in range(1, 6):
-        shelf.add(delta.Delta(version - 1, f"d{version - 1}", version, f"d{version}", b"x" * 30, 1))
-    assert shelf.pairs() == [(2, 3), (3, 4), (4, 5)]
-    assert shelf.size_bytes == 90
-    assert shelf.find(4, "d4", 5, "d5") is not None
-    assert shelf.find(4, "other", 5, "d5") is None
-    assert shelf.find(3, "d3", 5, "d5") is None
-    shelf.add(delta.Delta(5, "d5", 6, "d6", b"x" * 99, 1))
-    assert shelf.pairs() == [(5, 6)]

@@ -150,9 +150,43 @@ class Logbook:
         ((found,),) = self._all(f"SELECT COUNT(*) {TABLES} {where}", arguments)
         return int(found)
 
+    def attempts(self) -> tuple[int, int]:
+        """(leases, how often one of them ran again)."""
+        ((leases, again),) = self._all("SELECT COUNT(*), COALESCE(SUM(attempt - 1), 0) FROM leases")
+        return int(leases), int(again)
+
+    def faults(self) -> list[str]:
+        """What is wrong in the books of a run that has ended, one line each; empty = every row is in one place and was trained once."""
+        counts, found = self.counts(), []
+        rows = (counts.made, counts.trained, sum(counts.dropped.values()), sum(counts.in_flight.values()))
+        if rows[0] != sum(rows[1:]):
+            found.append("made {} is not trained {} + dropped {} + in flight {}".format(*rows))
+        ((leased,),) = self._all(
+            "SELECT COALESCE(SUM(n_samples * (SELECT COUNT(DISTINCT policy) FROM shares s WHERE s.lease_id=l.lease_id)), 0) FROM leases l"
+        )
+        if leased != rows[0]:
+            found.append(f"made {rows[0]}, but leases are of {leased} rows")
+        for policy in self.policies():
+            batches = self._all("SELECT version, fresh FROM batches WHERE policy=? AND state='trained' ORDER BY version", (policy,))
+            versions = [version for version, _ in batches]
+            if versions and versions != list(range(versions[0], versions[0] + len(versions))):
+                found.append(f"{policy}: {len(versions)} trained batches from version {versions[0]} to {versions[-1]}, not one for each")
+            picks = Counter(pick for _, fresh in batches for pick in msgspec.msgpack.decode(fresh, type=list[tuple[str, int]]))
+            twice = [lease for (lease, _), count in picks.items() if count > 1]
+            if twice:
+                found.append(f"{policy}: {len(twice)} groups are in two trained batches, e.g. {twice[0]}")
+        ((nameless,),) = self._all("SELECT COUNT(*) FROM shares WHERE state='dropped' AND reason=''")
+        if nameless:
+            found.append(f"{nameless} groups were dropped without a reason")
+        return found
+
     def moves(self) -> list[tuple[int, str, int]]:
         """(newest arrival before it, policy, version) of each version that moved up, oldest first."""
         return self._all("SELECT arrival, policy, version FROM moves ORDER BY number")
+
+    def versions(self) -> dict[str, int]:
+        """Policy → version that was made of its newest trained batch."""
+        return dict(self._all("SELECT policy, MAX(version) + 1 FROM batches WHERE state='trained' GROUP BY policy"))
 
     def policies(self) -> list[str]:
         """Whose shares there are."""
